@@ -1,7 +1,7 @@
 # make demo     train a small GPT on 8 local ranks, grid 2x2x2x1, and compare it with serial training
 # make test     everything but the long proofs
 # make check    lint, types, house rules and the quick tests: under a minute
-# make soak     the long proofs        make gpu    what needs a GPU, in 8 minutes        make bench    the benchmarks
+# make soak     the long proofs        make gpu    what needs a GPU        make bench    the benchmarks
 # make build    rebuild the extension when csrc changed        make clean    remove what was built
 # make docs     this documentation as a site, in build/site
 #
@@ -63,12 +63,14 @@ soak-runtime: $(V)/.built
 soak-python: $(V)/.built
 	$(PYTEST) -m soak --deselect tests/comm/test_c10d_suite.py --deselect tests/comm/test_device_transport.py -ra -s $(ARGS)
 
-# Every Triton kernel, layout and dtype at its default configuration for five GPUs: 47 to 95 s on two quiet cores.
+# Every Triton kernel, layout and dtype at its default configuration for five GPUs (327 cases).
+# 47 to 95 s on two quiet cores when they were 298; the others are 5% of the compiler's time.
 compile-defaults: $(V)/.built
 	$(V)/bin/python -m bench.tools.compile_matrix $(ARGS)
 
-# Every Triton configuration that the tuner may choose, compiled for five GPUs without one (1,398 cases).
-# 7 minutes on two quiet cores; ARGS="--seconds 300" stops early, and the same command again goes on from there.
+# What the tuner may choose for the papers' layers and for small products, as well (3,162 cases; how they are found:
+# bench/tools/compile_matrix.py). 38 minutes on one busy core; ARGS="--seconds 300" stops early, and the same command
+# again goes on from there.
 compile-matrix: $(V)/.built
 	$(V)/bin/python -m bench.tools.compile_matrix --all --out bench/results/compile_matrix.jsonl $(ARGS)
 

@@ -7,7 +7,9 @@ whole result; reduce_scatter, scatter, all_to_all: the whole input), time of one
 each the slowest rank's mean), algbw = size / time and busbw = algbw * the operation's factor in GB/s (1e9 bytes), and
 #wrong elements over all ranks. Calls are blocking. Rivals: "axo" is Axo's own API, "axo-shared" the same with every
 buffer from axo.empty_shared, "axo-c10d" torch.distributed over Axo, "gloo" torch's default, "mpi" Open MPI through
-mpi4py, in ranks of its own that take their turns too (bench/mpi.py), where both are installed.
+mpi4py, in ranks of its own that take their turns too (bench/mpi.py), where both are installed. Its settings come from
+the environment: OMPI_MCA_coll_xhc_priority=100 for its shared-memory component XHC, which pip's build has not
+(ompi_info | grep xhc).
 
 The machine's copy traffic, bytes read plus bytes written by all ranks that copy at once, is measured in the same ranks;
 beside an all_reduce of 64 MiB or more in its very rounds, as one rival more: memory that other machines share is twice

@@ -6,7 +6,8 @@
 
 1. Right: every collective, dtype and a few sizes, at 1, 2 and 4 ranks, against sums written out. Ranks are threads: on
    GPUs of their own where there are enough, else together on one (NCCL 2.30 and newer).
-2. Light: microseconds of host time for a call, beside torch's own NCCL backend, in turns.
+2. Light: microseconds of host time for a call, beside torch's own NCCL backend, in turns. Judged between two ranks, as
+   processes on GPUs of their own: with one rank NCCL launches no kernel, which is not what a program pays.
 3. A graph of three communicators, replayed 1,000 times.
 
 What cannot run here gives a row that says "not measured", and why.
@@ -14,8 +15,13 @@ What cannot run here gives a row that says "not measured", and why.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -31,11 +37,13 @@ import axo
 from axo.comm.transports import meet
 
 from .lib.arguments import Parser
-from .lib.attempts import attempt
+from .lib.attempts import attempt, end_with_parent
 from .lib.table import Table, environment
 
 COLUMNS = {"check": "s", "ranks": "d", "bytes": "d", "us": ".1f", "wrong": "d"}
 OVERHEAD_US = 3.0
+BATCH = 100  # calls between two waits for the device: more could fill a stream, and then a call waits for it
+TOGETHER_SECONDS = 120.0  # for two processes that measure together
 ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 
 
@@ -45,6 +53,9 @@ class Gpu:
     kind = "cuda"
     replays = 1000
     calls = 1000
+
+    def __init__(self, folder: Path | None = None) -> None:
+        pass
 
     def place(self, rank: int, ranks: int) -> torch.device:
         count = torch.cuda.device_count()
@@ -58,6 +69,10 @@ class Gpu:
             return None
         return f"{ranks} ranks want {ranks} GPUs or NCCL 2.30; here are {count} and {'.'.join(map(str, version))}"
 
+    def apart(self, ranks: int) -> bool:
+        """Whether so many ranks have GPUs of their own."""
+        return torch.cuda.device_count() >= ranks
+
     def capture(self) -> tuple[AbstractContextManager, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         # torch's own stream for captures is one for all threads, on the GPU of the first
@@ -68,25 +83,28 @@ class Gpu:
 
 
 class StandIn:
-    """The stand-in of tests/standin.py: bytes really move, times mean nothing."""
+    """The stand-in of tests/standin.py: bytes really move, times mean nothing. ``folder``: where processes meet."""
 
     kind = "standin"
     replays = 30
     calls = 20
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         try:
             from tests import standin
         except ModuleNotFoundError:
             raise ValueError("--standin wants a checkout: the stand-in is part of the tests") from None
         standin.build()
-        self._gpu = standin.install(None)
+        self._gpu = standin.install(folder)
 
     def place(self, rank: int, ranks: int) -> torch.device:
         return torch.device("standin", rank)
 
     def refusal(self, ranks: int) -> str | None:
         return None
+
+    def apart(self, ranks: int) -> bool:
+        return True
 
     def capture(self) -> tuple[AbstractContextManager, Callable[[], None]]:
         graph = self._gpu.capture()
@@ -97,16 +115,18 @@ class StandIn:
 
 
 class Rank:
-    """One rank, on a thread: its communicators, all over the same ranks."""
+    """One rank, on a thread or as a process: its communicators, all over the same ranks."""
 
-    def __init__(self, gpu: Any, store: Any, rank: int, size: int, meet_here: Callable[[], int]) -> None:
+    def __init__(
+        self, gpu: Any, store: Any, rank: int, size: int, meet_here: Callable[[], int], threads: bool = True
+    ) -> None:
         self.gpu, self.rank, self.size = gpu, rank, size
         self.meet_here = meet_here  # returns when the threads of all ranks have come
         self.device = gpu.place(rank, size)
         torch.accelerator.set_device_index(self.device.index)
         torch.accelerator.set_stream(torch.Stream(device=self.device))
         options = axo.DeviceOptions(max_ctas=2 if size > 1 else 0)
-        self.world = meet(store, "bench", rank, size, self.device, 60.0, options, meeting=60.0, threads=True)
+        self.world = meet(store, "bench", rank, size, self.device, 60.0, options, meeting=60.0, threads=threads)
         splits = [self.world.split(0, rank, name=name) for name in ("second", "third")]
         self.lines = [self.world, *(line for line in splits if line is not None)]
 
@@ -222,38 +242,99 @@ def right(gpu: Any, size: int, table: Table) -> None:
         table.add(check=name, ranks=size, bytes=None, us=None, wrong=count)
 
 
-def light(gpu: Any, table: Table) -> float | None:
-    """Host time of a call on one rank: Axo's beside torch's, in turns; returns the difference in microseconds."""
-    found: list[float] = []
-
-    def measure(rank: Rank) -> None:
-        tensor = torch.ones(1, device=rank.device)
-        calls: dict[str, Callable[[], Any]] = {
-            "axo all_reduce": lambda: rank.world.all_reduce(tensor),
-            "axo all_reduce, pending": lambda: rank.world.all_reduce(tensor, async_op=True).wait(),
-        }
-        rival = gpu.rival()
-        if rival is not None:
-            dist.init_process_group(rival, store=dist.HashStore(), rank=0, world_size=1, device_id=rank.device)
-            calls["torch NCCL all_reduce"] = lambda: dist.all_reduce(tensor)
-            calls["torch NCCL all_reduce, pending"] = lambda: dist.all_reduce(tensor, async_op=True).wait()
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(9):
-            for name, call in calls.items():
+def call_times(gpu: Any, rank: Rank, store: Any) -> dict[str, float]:
+    """Microseconds of host time for a call, by contestant: Axo's and torch's, in turns."""
+    tensor = torch.ones(1, device=rank.device)
+    calls: dict[str, Callable[[], Any]] = {
+        "axo all_reduce": lambda: rank.world.all_reduce(tensor),
+        "axo all_reduce, pending": lambda: rank.world.all_reduce(tensor, async_op=True).wait(),
+    }
+    rival = gpu.rival()
+    if rival is not None:
+        dist.init_process_group(rival, store=store, rank=rank.rank, world_size=rank.size, device_id=rank.device)
+        calls["torch NCCL all_reduce"] = lambda: dist.all_reduce(tensor)
+        calls["torch NCCL all_reduce, pending"] = lambda: dist.all_reduce(tensor, async_op=True).wait()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    batch = min(BATCH, gpu.calls)
+    for _ in range(9):
+        for name, call in calls.items():
+            spent = 0.0
+            for _ in range(gpu.calls // batch):
                 rank.synchronize()
                 start = time.perf_counter()
-                for _ in range(gpu.calls):
+                for _ in range(batch):
                     call()
-                times[name].append(1e6 * (time.perf_counter() - start) / gpu.calls)
-        medians = {name: statistics.median(values[1:]) for name, values in times.items()}
-        for name, us in medians.items():
-            table.add(check=name, ranks=1, bytes=4, us=us, wrong=None)
-        if rival is not None:
-            found.append(medians["axo all_reduce"] - medians["torch NCCL all_reduce"])
-            dist.destroy_process_group()
+                spent += time.perf_counter() - start
+            times[name].append(1e6 * spent / (gpu.calls // batch * batch))
+    rank.synchronize()
+    if rival is not None:
+        dist.destroy_process_group()
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
 
-    on_ranks(gpu, 1, measure)
-    return found[0] if found else None
+
+def light(gpu: Any, size: int, table: Table) -> float | None:
+    """Host time of a call: rows, of the slower rank each; returns the most that Axo's takes over torch's on a rank.
+
+    Several ranks are processes, since threads would wait for each other's turn with Python's lock.
+    """
+    found: list[dict[str, float]] = []
+    if size == 1:
+        on_ranks(gpu, 1, lambda rank: found.append(call_times(gpu, rank, dist.HashStore())))
+    else:
+        found = in_processes(gpu, size)
+    for name in found[0]:
+        table.add(check=name, ranks=size, bytes=4, us=max(times[name] for times in found), wrong=None)
+    rival = "torch NCCL all_reduce"
+    return max(times["axo all_reduce"] - times[rival] for times in found) if rival in found[0] else None
+
+
+def in_processes(gpu: Any, size: int) -> list[dict[str, float]]:
+    """What :func:`call_times` finds on each of so many ranks, which are processes.
+
+    Raises:
+        RuntimeError: One of them failed, or they did not end within their time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", f"{__package__}.device", *(["--standin"] if gpu.kind == "standin" else [])]
+        until = time.monotonic() + TOGETHER_SECONDS
+        ranks = [
+            subprocess.Popen([*command, "--light", str(rank), str(size), folder], stdout=subprocess.DEVNULL)
+            for rank in range(size)
+        ]
+        try:
+            for number, rank in enumerate(ranks):
+                if rank.wait(max(0.0, until - time.monotonic())):
+                    raise RuntimeError(f"rank {number} of {size} ended with {rank.returncode} (its lines are above)")
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{size} ranks did not end within {TOGETHER_SECONDS:g} s") from None
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def one_process(kind: type, number: int, size: int, folder: Path) -> None:
+    """One rank of :func:`in_processes`."""
+    end_with_parent()
+    peers = folder / "peers"
+    peers.mkdir(exist_ok=True)
+    gpu, store = kind(peers), dist.FileStore(str(folder / "store"), size)
+    rank = Rank(gpu, dist.PrefixStore("axo", store), number, size, lambda: 0, threads=False)
+    found = call_times(gpu, rank, dist.PrefixStore("torch", store))
+    rank.close()
+    (folder / f"{number}.json").write_text(json.dumps(found))
+
+
+def judged(extra: dict[int, float | None]) -> dict[str, bool | str]:
+    """The verdict on what :func:`light` has found, by ranks. That of one rank is no verdict."""
+    name = f"overhead over torch's NCCL backend under {OVERHEAD_US:g} us a call"
+    alone, together = extra.get(1), extra.get(2)
+    if together is not None:
+        return {f"{name}: {together:.2f}": together < OVERHEAD_US}
+    if alone is not None:
+        return {name: f"not measured: one rank takes another path in NCCL ({alone:.2f} us there)"}
+    return {name: "not measured"}
 
 
 def graph(gpu: Any, size: int, table: Table) -> None:
@@ -306,13 +387,15 @@ def measure(gpu: Any, table: Table) -> dict[str, bool | str]:
         verdicts[name] = f"not measured: {refusal}" if refusal else len(table.failed) == failed
     wrong = sum(row["wrong"] or 0 for row in table.rows)
     verdicts["wrong results of collectives: 0"] = wrong == 0
-    extra: list[float | None] = []
-    attempt("host time of a call", lambda: extra.append(light(gpu, table)), device, table)
-    name = f"overhead over torch's NCCL backend under {OVERHEAD_US:g} us a call"
-    if not extra or extra[0] is None:
-        verdicts[name] = "not measured"
-    else:
-        verdicts[f"{name}: {extra[0]:.2f}"] = extra[0] < OVERHEAD_US
+    extra: dict[int, float | None] = {}
+
+    def host_time(size: int) -> None:
+        extra[size] = light(gpu, size, table)
+
+    for size in (1, 2):
+        if size == 1 or gpu.apart(size):
+            attempt(f"host time of a call at {size} ranks", partial(host_time, size), device, table)
+    verdicts |= judged(extra)
     verdicts |= dict.fromkeys(table.failed.values(), False)
     return verdicts
 
@@ -322,7 +405,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser("axo bench device", __doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/device"))
     parser.add_argument("--standin", action="store_true", help="on stand-ins for a GPU; times mean nothing")
+    parser.add_argument("--light", nargs=3, help=argparse.SUPPRESS)  # rank, ranks, folder: one process of several
     options = parser.parse_args(arguments)
+    if options.light:
+        number, size, folder = options.light
+        one_process(StandIn if options.standin else Gpu, int(number), int(size), Path(folder))
+        return 0
     if not options.standin and not torch.cuda.is_available():
         parser.error("no GPU is visible; --standin walks through on stand-ins")
     gpu = StandIn() if options.standin else Gpu()

@@ -6,8 +6,9 @@
 ``triton`` is the kernel alone, in the best of the tiles that the tuner tried, ``gluon`` the same of the kernel for
 Hopper, ``tuned`` what the tuner chose. ``own_pct`` is the faster of the two as a share of the device's peak. On an H100
 SXM ``predicted_pct`` is what ``bench.roofline`` says of the best of the default and Hopper's tiles.
-``accumulate_ratio``, of TN: torch's product and ``add_`` onto an fp32 gradient, over the faster of the two where it
-adds by itself.
+``clock`` is the multiprocessors' in MHz behind some of torch's products: the peak is one at the clock of the vendor's
+documents. ``accumulate_ratio``, of TN: torch's product and ``add_`` onto an fp32 gradient, over the faster of the two
+where it adds by itself.
 
 All three layouts; the error is against fp64 on a sample of rows. On a CPU the Triton kernel does not run (``-``), and
 the tuner chooses among the layouts of the vendor library. Rivals are timed in turns; times are medians.
@@ -16,6 +17,7 @@ the tuner chooses among the layouts of the vendor library. Rivals are timed in t
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -31,7 +33,7 @@ from axo_kernels import Tuner, matmul
 from axo_kernels import device as devices
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major
 from axo_kernels.gemm.matmul import vendor_matmul
-from axo_kernels.gemm.tiles import Config
+from axo_kernels.gemm.tiles import TRIED, Config
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.model_shapes import layers
@@ -39,15 +41,17 @@ from axo_kernels.tune.timing import paired, relative_error
 from axo_kernels.tune.tuner import runner
 
 from . import roofline
-from .lib import arguments
+from .lib import arguments, card
+from .lib.accuracy import sum_limit
 from .lib.arguments import Parser
-from .lib.attempts import attempt
-from .lib.table import Table, environment
+from .lib.attempts import attempt, works
+from .lib.table import Table, environment, in_a_line
 
 COLUMNS = {
     "product": "s",
     "torch_tflops": ".3f",
     "pct_peak": ".1f",
+    "clock": ".0f",
     "own_pct": ".1f",
     "predicted_pct": ".1f",
     "cupy_ratio": ".3f",
@@ -58,6 +62,7 @@ COLUMNS = {
     "error": ".1e",
     "chosen": "s",
 }
+LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 # Dense bf16 / fp16 peaks, FLOP/s, by what the device calls itself (vendors' documents).
 PEAKS = {
     "H100 PCIe": 756e12,
@@ -83,7 +88,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--configs", type=int, default=8, help="Triton configurations that the tuner tries")
+    parser.add_argument("--configs", type=int, default=TRIED, help="Triton configurations that the tuner tries")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     options = parser.parse_args(given)
     dtype = getattr(torch, options.dtype)
@@ -119,9 +124,18 @@ def _products(options: argparse.Namespace, dtype: torch.dtype) -> list[Product]:
 
 
 def measure(
-    products: list[Product], device: torch.device, table: Table, rounds: int, configs: int, seconds: float
+    products: list[Product],
+    device: torch.device,
+    table: Table,
+    rounds: int,
+    configs: int,
+    seconds: float,
+    each: float | None = None,
 ) -> int:
     """Measure into the table each product that it lacks; says what it skips for lack of memory or time, and what fails.
+
+    Args:
+        each: Seconds of one product after which it hangs, and the process ends itself; None: never.
 
     Returns:
         How many are left for lack of time, or of a device that works.
@@ -129,7 +143,14 @@ def measure(
     measured = {row["product"] for row in table.rows} | table.failed.keys()
     products = [product for product in products if product.name not in measured]
     memory = Cache("a bench keeps its own", devices.versions(), Path(os.devnull))
-    tuner = Tuner("first-step", configs=configs, cache=memory, budget=0.3)
+    tuner = Tuner(
+        "first-step",
+        configs=configs,
+        cache=memory,
+        budget=0.3,
+        rounds=9,
+        progress=lambda done, total, name: table.begins(name),
+    )
     started, left = time.perf_counter(), 0
     for index, product in enumerate(products):
         if time.perf_counter() - started > seconds:
@@ -139,7 +160,7 @@ def measure(
         if device.type == "cuda" and 4 * product.bytes > torch.cuda.get_device_properties(device).total_memory:
             table.note(f"{product.name}: does not fit the memory, not measured")
             continue
-        if not attempt(product.name, partial(_one, product, device, table, tuner, rounds), device, table):
+        if not attempt(product.name, partial(_one, product, device, table, tuner, rounds), device, table, each):
             left = len(products) - index - 1
             table.note(f"the device stopped working: {left} products not measured")
             break
@@ -161,23 +182,32 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     choice = tuner.choose(product, device)  # before the operands: it has its own for a while
     a, b = (torch.randn(shape, generator=generator, device=device).to(product.dtype) for shape in shapes)
     tuned = runner(choice, product.layout)
-    calls: dict[str, Any] = {"torch": lambda: vendor_matmul(a, b, product.layout), "tuned": lambda: tuned(a, b)}
+    calls: dict[str, Any] = {"torch": lambda: vendor_matmul(a, b, product.layout)}
+    own_ratio = 1.0 if choice.is_torchs(product.layout) else None  # the same call: its ratio would be noise
+    if own_ratio is None:
+        calls["tuned"] = lambda: tuned(a, b)
     if devices.runs_triton(device) and device.type == "cuda":
         for name, grouped in (("triton", False), ("gluon", True)):
             config = _best_tile(tuner, product, grouped)
             if config is not None or not grouped:
                 calls[name] = partial(matmul, a, b, product.layout, backend="triton", config=config)
-    other = _cupy(a, b, product)
+    left_out = [[one.choice, one.why] for one in tuner.left_out if one.name == f"matmul {product.name}"]
+    other = _cupy(a, b, product, lambda why: left_out.append(["cupy", why]))
     if other is not None:
         calls["cupy"] = other
-    errors = {name: _error(call(), a, b, product.layout) for name, call in calls.items() if name != "cupy"}
-    limit = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}[product.dtype]
+    checked = {name: call for name, call in calls.items() if name != "cupy"}
+    errors = _checked(checked, lambda call: _error(call(), a, b, product.layout), calls, left_out, device)
+    limits = dict.fromkeys(errors, LIMITS[product.dtype])
     timings = dict(zip(calls, paired(list(calls.values()), device, rounds), strict=True))
     added = None
     if product.layout == "TN" and "triton" in calls:
         grouped_tile = _best_tile(tuner, product, True)
         adding = adding_calls(a, b, [None, *([grouped_tile] if grouped_tile else [])])
-        added = max(1 / timing.ratio for timing in paired(adding, device, rounds)[1:])
+        found = _checked(dict(adding), partial(adding_error, a=a, b=b), adding, left_out, device)
+        errors |= {f"{name} accumulated": error for name, error in found.items() if name != "torch"}
+        limits |= {f"{name} accumulated": sum_limit(product.k, product.dtype) for name in found}
+        added = max((1 / one.ratio for one in paired(list(adding.values()), device, rounds)[1:]), default=None)
+    card_state = working(calls["torch"], timings["torch"].seconds, device)
     rate = product.flops / timings["torch"].seconds
     peak = peak_of(device)
     share = 100 / peak if peak and product.dtype != torch.float32 else None
@@ -186,33 +216,84 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         product=product.name,
         torch_tflops=rate / 1e12,
         pct_peak=share * rate if share else None,
+        clock=card_state.get("sm_mhz"),
         own_pct=share * product.flops / min(own) if share and own else None,
         predicted_pct=_predicted(product, device),
         cupy_ratio=1 / timings["cupy"].ratio if "cupy" in timings else None,
         triton_ratio=1 / timings["triton"].ratio if "triton" in timings else None,
         gluon_ratio=1 / timings["gluon"].ratio if "gluon" in timings else None,
         accumulate_ratio=added,
-        tuned_ratio=1 / timings["tuned"].ratio,
+        tuned_ratio=1 / timings["tuned"].ratio if "tuned" in timings else own_ratio,
         error=max(errors.values()),
         chosen=choice.name,
-        right=all(error < limit for error in errors.values()),
+        right=all(error < limits[name] for name, error in errors.items()),
         layout=product.layout,
         m=product.m,
         n=product.n,
         k=product.k,
+        card=card_state,
+        left_out=left_out,
         seconds={name: timing.seconds for name, timing in timings.items()},
         errors=errors,
     )
 
 
-def adding_calls(a: torch.Tensor, b: torch.Tensor, tiles: list[Config | None]) -> list[Callable[[], torch.Tensor]]:
+def working(call: Callable[[], object], seconds: float, device: torch.device) -> dict[str, Any]:
+    """What the card says of itself while it does this: read at the end of some 50 ms of it, and before it rests."""
+    if device.type != "cuda":
+        return {}
+    for _ in range(max(2, min(500, int(0.05 / seconds)))):
+        call()
+    middle = torch.cuda.Event()
+    middle.record()
+    for _ in range(max(2, min(500, int(0.02 / seconds)))):
+        call()
+    middle.synchronize()
+    found = card.state(device)
+    torch.cuda.synchronize(device)
+    return found
+
+
+def _checked(
+    checked: dict[str, Any],
+    error_of: Callable[[Any], float],
+    calls: dict[str, Any],
+    left_out: list[list[str]],
+    device: torch.device,
+) -> dict[str, float]:
+    """The error of each rival; one that raises is left out of ``calls``, so that the others are timed.
+
+    Raises:
+        RuntimeError: It was torch's own, or the device has stopped working.
+    """
+    errors = {}
+    for name, call in checked.items():
+        try:
+            errors[name] = error_of(call)
+        except Exception as error:
+            if name == "torch" or not works(device):
+                raise RuntimeError(f"{name}: {in_a_line(error)}") from error
+            left_out.append([name, in_a_line(error)])
+            del calls[name]
+    return errors
+
+
+def adding_calls(a: torch.Tensor, b: torch.Tensor, tiles: list[Config | None]) -> dict[str, Callable[[], torch.Tensor]]:
     """TN added to an fp32 gradient: by torch's product and sum, then by the kernel with each tile (None: default)."""
     master = torch.zeros((a.shape[1], b.shape[1]), dtype=torch.float32, device=a.device)
-    calls: list[Callable[[], torch.Tensor]] = [lambda: master.add_(torch.mm(a.T, b))]
+    calls: dict[str, Callable[[], torch.Tensor]] = {"torch": lambda: master.add_(torch.mm(a.T, b))}
     for tile in tiles:
         run = runner(Choice("triton", "TN", tile), "TN")
-        calls.append(partial(run, a, b, out=master, accumulate=True))
+        calls["gluon" if tile and tile.groups else "triton"] = partial(run, a, b, out=master, accumulate=True)
     return calls
+
+
+def adding_error(call: Callable[[], torch.Tensor], a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far one of them is off, against fp64 on at most 64 rows, where it adds to ones."""
+    master = call().fill_(1.0)  # where it adds to
+    rows = torch.linspace(0, a.shape[1] - 1, min(64, a.shape[1]), device=a.device).long()
+    call()
+    return relative_error(master[rows], a.T[rows].double() @ b.double() + 1)
 
 
 def _predicted(product: Product, device: torch.device) -> float | None:
@@ -252,40 +333,56 @@ def _error(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layout: str) 
     return relative_error(result[rows], left[rows].double() @ right.double())
 
 
-def _cupy(a: torch.Tensor, b: torch.Tensor, product: Product) -> Any:
-    """CuPy's cuBLAS through gemmEx, on the same memory; None where CuPy is not installed or cannot do this dtype."""
+def _cupy(a: torch.Tensor, b: torch.Tensor, product: Product, tell: Callable[[str], object] = print) -> Any:
+    """CuPy's cuBLAS through gemmEx, on the same memory; None where CuPy is not installed or cannot do this dtype.
+
+    Args:
+        tell: Given why it is not measured, where it is installed.
+    """
     if not a.is_cuda or torch.version.hip or product.dtype == torch.float32:
         return None
     try:
         import cupy
         from cupy_backends.cuda.libs import cublas
-    except ImportError:
+    except ModuleNotFoundError:
         return None
-    import ctypes
+    except ImportError as error:  # of a library that it wants
+        tell(f"not measured: {in_a_line(error)}")
+        return None
+    try:
+        call = gemm_ex(cupy, cublas, a, b, product)
+        apart = _error(call(), a, b, product.layout)
+    except Exception as raised:  # another CuPy or cuBLAS than ours was written against: a baseline less, no more
+        tell(f"not measured: {in_a_line(raised)}")
+        return None
+    if not apart < LIMITS[product.dtype]:
+        tell(f"not measured: its result is off by {apart:.1e}")
+        return None
+    return call
 
+
+def gemm_ex(cupy: Any, cublas: Any, a: torch.Tensor, b: torch.Tensor, product: Product) -> Callable[[], torch.Tensor]:
+    """The call of ``cupy_backends.cuda.libs.cublas.gemmEx`` for operands that are stored as the product's layout says.
+
+    cuBLAS counts in columns: ``C^T = B^T A^T``. Scalars lie on the host. CuPy sets its own current stream first.
+    """
     out = torch.empty((product.m, product.n), dtype=product.dtype, device=a.device)
     kind = 14 if product.dtype == torch.bfloat16 else 2  # CUDA_R_16BF, CUDA_R_16F
     one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
     m, n, k = product.m, product.n, product.k
-    # cuBLAS thinks in columns: C^T = B^T A^T
     op_b, ldb = (1, k) if product.layout == "NT" else (0, n)
     op_a, lda = (1, m) if product.layout == "TN" else (0, k)
     handle = cupy.cuda.Device(a.device.index or 0).cublas_handle
+    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
 
     def call() -> torch.Tensor:
-        cublas.setStream(handle, torch.cuda.current_stream().cuda_stream)
-        cublas.gemmEx(
-            handle, op_b, op_a, n, m, k, ctypes.addressof(one), b.data_ptr(), kind, ldb, a.data_ptr(), kind, lda,
-            ctypes.addressof(zero), out.data_ptr(), kind, n, 68, -1,
-        )  # fmt: skip
+        with stream:
+            cublas.gemmEx(
+                handle, op_b, op_a, n, m, k, ctypes.addressof(one), b.data_ptr(), kind, ldb, a.data_ptr(), kind, lda,
+                ctypes.addressof(zero), out.data_ptr(), kind, n, 68, -1,  # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
+            )  # fmt: skip
         return out
 
-    try:
-        call()
-        torch.cuda.synchronize()
-    except Exception as error:  # another CuPy or cuBLAS than ours was written against: a baseline less, no more
-        print(f"cupy: not measured ({str(error)[:80]})")
-        return None
     return call
 
 

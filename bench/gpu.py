@@ -1,4 +1,4 @@
-"""Everything that waits for a GPU, in one command of under eight minutes.
+"""Everything that waits for a GPU, in one command that ends itself in under eight minutes.
 
     axo bench gpu --out results                    on a GPU (make gpu)
     python3 setup.py build_ext --inplace; PYTHONPATH=python:. python3 -m bench.gpu --seconds 400 --out results
@@ -8,11 +8,15 @@
 
 The parts, most certain first: the kernels (``bench.kernels``; they need no extension), the transport
 (``bench.device``), offload (``bench.offload``), the layers and a training step (``bench.gpu_step``). Each is a process
-of its own with a limit of its own, so that one that hangs or dies leaves the others their time and is reported. Each
-leaves JSON lines and ends with its verdicts; ``verdicts.txt`` has all of them. The same command again goes on: a part
-that has come to its end is not run again (``--fresh``: it is), and of the kernels only what was left out for lack of
-time is measured. What stands there of another device, other versions or sources, or of a walk, is not gone on with: the
-old files are renamed to ``*.before``.
+of its own with a limit of its own, so that one that hangs or dies leaves the others their time and is reported: in
+``verdicts.txt`` with what it was doing, and with all that it said, and its compilers and drivers, in ``log.txt``. Each
+leaves JSON lines and ends with its verdicts; ``verdicts.txt`` has all of them. Kernels that hung, or left a dead device
+behind, are begun once more while their time lasts, without what they were in the middle of.
+
+The same command again goes on, also where the folder was brought along: a part that has come to its end is not run
+again (``--fresh``: it is), and of the kernels only what was left out for lack of time is measured. What stands there of
+another device, other versions or other sources of that part, or of a walk, is not gone on with: it goes into
+``before.tar``. So eight files come of it, however often it is run.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,24 +32,32 @@ from typing import Any
 
 import torch
 
+from .lib import attempts, card
 from .lib.arguments import Parser
-from .lib.table import LEFT_OUT, environment, read_rows, same
+from .lib.log import logged
+from .lib.table import LEFT_OUT, environment, read_rows, same, under_way
 
 SECONDS = 450.0  # of all parts together
 ENDING = 15.0  # the kernels stop beginning anything new so many seconds before their limit
+AGAIN = 60.0  # seconds below which nothing is begun once more
 
 
 @dataclass(frozen=True)
 class Part:
-    """One bench: its module, its option on stand-ins, and the most of the time that is left when it begins."""
+    """One bench: its module, its option on stand-ins, and the most of the time that is left when it begins.
+
+    Attributes:
+        goes_on: Whether it measures what its file lacks; the others begin anew.
+    """
 
     name: str
     walk: str
     share: float
+    goes_on: bool = False
 
 
 PARTS = (
-    Part("kernels", "--dry", 0.6),
+    Part("kernels", "--dry", 0.6, goes_on=True),
     Part("device", "--standin", 0.6),
     Part("offload", "--walk", 0.2),
     Part("gpu_step", "--walk", 1.0),
@@ -64,64 +77,122 @@ def main(arguments: list[str] | None = None) -> int:
     if not (options.walk or torch.cuda.is_available()):
         parser.error("no GPU is visible, so nothing is measured; --walk walks through on stand-ins and the CPU")
     options.out.mkdir(parents=True, exist_ok=True)
-    ended = options.out / "ended.json"
-    known = {"walk": options.walk} | environment(torch.device("cpu" if options.walk else "cuda"))
-    before: dict[str, Any] = json.loads(ended.read_text()) if ended.exists() else {}
-    if options.fresh or (before and not same(before.get("of", {}), known)):
-        for path in (ended, *(options.out / f"{part.name}.jsonl" for part in PARTS)):
-            if path.exists():
-                path.replace(path.with_suffix(".before"))
-                print(f"begun anew: {path} is {path.stem}.before now", flush=True)
-        before = {}
-    done: dict[str, int] = before.get("parts", {})
-    ended.write_text(json.dumps({"of": known, "parts": done}))
+    with logged(options.out / "log.txt"):
+        return measure(options.out, options.seconds, options.walk, options.fresh)
+
+
+def measure(out: Path, seconds: float, walk: bool, fresh: bool) -> int:
+    """Run what has not ended before; returns how many parts failed."""
+    if not walk:
+        print(card.described(), flush=True)
     started, failed = time.perf_counter(), 0
+    stopped: dict[str, str] = {}
     for part in PARTS:
-        if part.name in done:
+        known = {"walk": walk} | environment(torch.device("cpu" if walk else "cuda"), part.name)
+        put_away(part, out, known, fresh)
+        code = next((row["ended"] for row in rows_of(part, out) if "ended" in row), None)
+        if code is not None:
             print(f"--- {part.name}: has ended before", flush=True)
-            failed += int(done[part.name] != 0)
+            failed += int(code != 0)
             continue
-        left = options.seconds - (time.perf_counter() - started)
-        code, whole = run(part, options.out, part.share * left, options.walk)
+        until = time.perf_counter() + part.share * (seconds - (time.perf_counter() - started))
+        code, whole = run_in_turns(part, out, until, walk, stopped)
         failed += int(code != 0)
         if code is not None and whole:  # one that was stopped, died or left something out runs again next time
-            done[part.name] = code
-            ended.write_text(json.dumps({"of": known, "parts": done}))
-    (options.out / "verdicts.txt").write_text("".join(f"{line}\n" for line in verdicts(options.out)))
+            with (out / f"{part.name}.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"ended": code, "of": known}) + "\n")
+        verdicts(out, stopped)  # after each: the rest may cost the machine
+    verdicts(out, stopped)
     spent = time.perf_counter() - started
-    print(f"gpu: {spent:.0f} of {options.seconds:.0f} s, {failed} of {len(PARTS)} parts failed", flush=True)
+    print(f"gpu: {spent:.0f} of {seconds:.0f} s, {failed} of {len(PARTS)} parts failed", flush=True)
     return failed
 
 
-def run(part: Part, out: Path, seconds: float, walk: bool) -> tuple[int | None, bool]:
-    """Run one bench within ``seconds``.
+def run_in_turns(part: Part, out: Path, until: float, walk: bool, stopped: dict[str, str]) -> tuple[int | None, bool]:
+    """Run one bench, and once more where it goes on and something new has stopped it: see :func:`run`."""
+    again, failed = False, setbacks(part, out)
+    while True:
+        code, whole = run(part, out, until - time.perf_counter(), walk, stopped, again)
+        before, failed = failed, setbacks(part, out)
+        again = part.goes_on and not (code is not None and whole) and bool(failed - before)
+        if not again or until - time.perf_counter() < AGAIN:
+            return code, whole
+
+
+def run(
+    part: Part, out: Path, seconds: float, walk: bool, stopped: dict[str, str], again: bool
+) -> tuple[int | None, bool]:
+    """Run one bench within ``seconds``; what has become of it, where it has no end, goes into ``stopped``.
+
+    Args:
+        again: On the same machine, so that Triton's cache is there.
 
     Returns:
         How many of its verdicts failed, None where it did not come to its end; and whether it left out nothing.
     """
     print(f"--- {part.name}: at most {seconds:.0f} s", flush=True)
     command = [sys.executable, "-m", f"{__package__}.{part.name}", "--out", str(out), *([part.walk] if walk else [])]
-    if part.name == "kernels":
-        command += ["--seconds", f"{seconds - ENDING:.0f}"]
+    if part.goes_on:
+        command += ["--seconds", f"{seconds - ENDING:.0f}", *(["--again"] if again else [])]
+    stopped.pop(part.name, None)
     try:
-        code = subprocess.run(command, timeout=seconds).returncode
+        code = attempts.run_within(command, timeout=seconds)
     except subprocess.TimeoutExpired:
-        print(f"{part.name}: stopped after {seconds:.0f} s; what it had measured is in its file", flush=True)
+        stopped[part.name] = f"stopped after {seconds:.0f} s, {doing(part, out)}"
+        print(f"{part.name}: {stopped[part.name]}; what it had measured is in its file", flush=True)
         return None, False
-    if code:
-        print(f"{part.name}: {code} verdicts failed, or it ended early (the lines above)", flush=True)
-    lines = read_rows(out / f"{part.name}.jsonl")
+    lines = rows_of(part, out)
     ended = any("verdict" in line for line in lines)
+    if not ended:
+        stopped[part.name] = f"ended early with {code}, {doing(part, out)}"
+        print(f"{part.name}: {stopped[part.name]}", flush=True)
+    elif code:
+        print(f"{part.name}: {code} verdicts failed (the lines above)", flush=True)
     return code if ended else None, not any(line.get(LEFT_OUT) for line in lines)
 
 
-def verdicts(out: Path) -> list[str]:
-    """The last verdicts of every part that has written some, as ``part: verdict``."""
+def rows_of(part: Part, out: Path) -> list[dict[str, Any]]:
+    return read_rows(out / f"{part.name}.jsonl")
+
+
+def setbacks(part: Part, out: Path) -> set[str]:
+    """What has failed of a part, or was cut off."""
+    rows = rows_of(part, out)
+    return {row["failed"] for row in rows if "failed" in row} | under_way(rows).keys()
+
+
+def doing(part: Part, out: Path) -> str:
+    """What a part that has no end was in the middle of; of one that does not say, the last line."""
+    rows = rows_of(part, out)
+    cut_off = [f"{what}, at {within}" if within else what for what, within in under_way(rows).items()]
+    return (
+        f"in the middle of {cut_off[-1]}" if cut_off else f"after {json.dumps(rows[-1])[:200] if rows else 'nothing'}"
+    )
+
+
+def put_away(part: Part, out: Path, known: dict[str, Any], fresh: bool) -> None:
+    """Put into the archive what a part does not go on with: what is of elsewhere, or has neither end nor way on."""
+    path, rows = out / f"{part.name}.jsonl", rows_of(part, out)
+    end = next((row for row in rows if "ended" in row), None)
+    if end is not None:
+        stands = same(end["of"], known)
+    else:
+        here = {name: value for name, value in known.items() if name != "walk"}
+        stands = part.goes_on and bool(rows) and same(rows[0], here)
+    if path.exists() and (fresh or not stands):
+        with tarfile.open(out / "before.tar", "a") as archive:
+            archive.add(path, f"{time.strftime('%Y%m%d-%H%M%S')}/{path.name}")
+        path.unlink()
+        print(f"begun anew: {path} is in before.tar now", flush=True)
+
+
+def verdicts(out: Path, stopped: dict[str, str]) -> None:
+    """Write the last verdicts of every part that has some, as ``part: verdict``; of others what became of them."""
     found = []
     for part in PARTS:
-        lines = read_rows(out / f"{part.name}.jsonl")
-        found += [f"{part.name}: {line['note']}" for line in lines if "verdict" in line]
-    return found
+        found += [f"{part.name}: {line['note']}" for line in rows_of(part, out) if "verdict" in line]
+        found += [f"{part.name}: {stopped[part.name]}: False"] if part.name in stopped else []
+    (out / "verdicts.txt").write_text("".join(f"{line}\n" for line in found), encoding="utf-8")
 
 
 if __name__ == "__main__":

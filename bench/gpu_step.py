@@ -5,9 +5,11 @@
     python3 -m bench.gpu_step --out results --walk    the same code at toy sizes on the CPU; its times mean nothing
 
 1. Layers: forward and backward of one `axo.nn.Linear` beside `torch.nn.Linear`, bf16.
-2. Step: a GPT of blocks (`bench/lib/step_models.py`), bf16 autocast, fused AdamW; forward, backward and update. Both
+2. Loss: forward and backward of `axo.nn.cross_entropy` beside torch's of the logits in fp32, and how far the gradients
+   are apart.
+3. Step: a GPT of blocks (`bench/lib/step_models.py`), bf16 autocast, fused AdamW; forward, backward and update. Both
    start from the same weights and rows; losses of the two are compared in that run.
-3. A profile of one step of Axo's, `step_trace.json.gz`, for chrome://tracing or Perfetto.
+4. At the end a profile of one step of Axo's, `step_trace.json.gz`, for chrome://tracing or Perfetto.
 
 Contestants take turns; the time is the median of rounds, by events of the GPU's own clock, with a head start for the
 host, as in a training loop, which waits for nothing. What the host takes to issue a call stands beside it. MFU counts
@@ -24,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import axo
-from axo_kernels.tune.timing import issue_time, once
+from axo_kernels.tune.timing import issue_time, once, relative_error
 
 from . import gemm
 from .lib.arguments import Parser
@@ -50,12 +53,15 @@ STEPS = {
     "gpt h=4096": Sizes(4096, 6, 32, 50304, 2048, 4, "bf16-mixed"),
     "gpt h=4096 recomputed": Sizes(4096, 6, 32, 50304, 2048, 4, "bf16-mixed", recompute=True),
 }
+LOGITS = (8192, 50304)  # tokens, vocabulary
 TOY_LAYERS = ((64, 32, 48),)
+TOY_LOGITS = (64, 80)
 TOY_STEPS = {
     "gpt h=32": Sizes(32, 2, 4, 64, 16, 2, "bf16-mixed"),
     "gpt h=32 recomputed": Sizes(32, 2, 4, 64, 16, 2, "bf16-mixed", True),
 }
 MFU, SLOWER, LOSSES_APART = 0.55, 1.01, 2e-2
+GRADIENTS_APART = 4e-3  # both are rounded to bf16, by 2^-9 of an element at most
 
 
 def step_flops(sizes: Sizes) -> float:
@@ -106,13 +112,33 @@ def layers(
     return ratios
 
 
-def step(
-    comms: axo.Communicators, case: str, sizes: Sizes, rounds: int, table: Table, trace: Path | None
-) -> tuple[float, float, float]:
-    """Axo's time over torch's, its TFLOP/s, and how far the losses are apart; ``trace``: where a profile goes."""
-    device = comms.device
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(sizes.vocab, (sizes.rows, sizes.seq_len + 1), generator=generator).to(device)
+def loss(comms: axo.Communicators, shape: tuple[int, int], rounds: int, table: Table) -> tuple[float, float]:
+    """Axo's time over torch's, forward and backward, and how far the gradients are apart, relative to their norm."""
+    device, (rows, vocab) = comms.device, shape
+    logits = torch.randn(rows, vocab, device=device).bfloat16().requires_grad_()
+    target = torch.randint(vocab, (rows,), device=device)
+    losses = {
+        "torch": lambda: F.cross_entropy(logits.float(), target),
+        "axo": lambda: axo.nn.cross_entropy(logits, target, comms=comms),
+    }
+
+    def gradient(name: str) -> torch.Tensor:
+        logits.grad = None
+        losses[name]().backward()
+        assert logits.grad is not None
+        return logits.grad
+
+    apart = relative_error(gradient("axo"), gradient("torch").double())
+    found = in_turns({name: partial(gradient, name) for name in losses}, rounds, device)
+    for name, (seconds, host) in found.items():
+        times = {"ms": 1e3 * seconds, "host_ms": 1e3 * host, "ratio": seconds / found["torch"][0]}
+        table.add(case=f"cross-entropy {rows}x{vocab}", contestant=name, loss=float(losses[name]().detach()), **times)
+    return found["axo"][0] / found["torch"][0], apart
+
+
+def step(comms: axo.Communicators, case: str, sizes: Sizes, rounds: int, table: Table) -> tuple[float, float, float]:
+    """Axo's time over torch's, its TFLOP/s, and how far the losses are apart."""
+    device, ids = comms.device, rows_of(sizes, comms.device)
     contestants = {
         "torch": Contestant("torch", serial(sizes, device), sizes),
         "axo": axo_contestant("axo", sizes, comms),
@@ -122,18 +148,27 @@ def step(
         name: partial(one.step, ids[:, :-1], ids[:, 1:]) for name, one in contestants.items()
     }
     found = in_turns(runs, rounds, device)
+    state = gemm.working(runs["axo"], found["axo"][0], device)
     for name, (seconds, host) in found.items():
         times = {"ms": 1e3 * seconds, "host_ms": 1e3 * host, "ratio": seconds / found["torch"][0]}
         speed = 1e-12 * step_flops(sizes) / seconds
-        table.add(case=case, contestant=name, tflops=speed, loss=losses[name], **times)
-    if trace is not None:
-        profile(runs["axo"], trace)
+        table.add(case=case, contestant=name, tflops=speed, loss=losses[name], card=state, **times)
     apart = abs(losses["axo"] - losses["torch"])
     return found["axo"][0] / found["torch"][0], 1e-12 * step_flops(sizes) / found["axo"][0], apart
 
 
-def profile(run: Callable[[], Any], path: Path) -> None:
-    """A trace of one step, as torch.profiler writes it."""
+def rows_of(sizes: Sizes, device: torch.device) -> torch.Tensor:
+    """The tokens of a step, and the one behind each row."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(sizes.vocab, (sizes.rows, sizes.seq_len + 1), generator=generator).to(device)
+
+
+def profile(comms: axo.Communicators, sizes: Sizes, path: Path) -> None:
+    """A trace of one step of Axo's, as torch.profiler writes it."""
+    ids, one = rows_of(sizes, comms.device), axo_contestant("axo", sizes, comms)
+    run = partial(one.step, ids[:, :-1], ids[:, 1:])
+    for _ in range(2):  # what a first step makes, and compiles, is no part of it
+        run()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -158,20 +193,29 @@ def main(arguments: list[str] | None = None) -> int:
     header = environment(comms.device) | {"bench": "gpu_step"} | ({"kind": "walk"} if options.walk else {})
     path = options.out / "gpu_step.jsonl"
     path.unlink(missing_ok=True)
-    table = Table(COLUMNS, path, header)
+    table = Table(COLUMNS, path, header, earlier=())  # nothing earlier; but what is under way stands in the file
     ratios: list[float] = []
+    of_loss: list[tuple[float, float]] = []
     found: dict[str, tuple[float, float, float]] = {}
 
     def measure_layers() -> None:
         ratios.extend(layers(comms, TOY_LAYERS if options.walk else LAYERS, options.rounds, table))
 
+    def measure_loss() -> None:
+        of_loss.append(loss(comms, TOY_LOGITS if options.walk else LOGITS, options.rounds, table))
+
     def measure_step(case: str, sizes: Sizes) -> None:
-        trace = options.out / "step_trace.json.gz" if not found else None
-        found[case] = step(comms, case, sizes, options.rounds, table, trace)
+        found[case] = step(comms, case, sizes, options.rounds, table)
 
     works = attempt("layers", measure_layers, comms.device, table)
-    for case, sizes in (TOY_STEPS if options.walk else STEPS).items():
-        works = works and attempt(case, partial(measure_step, case, sizes), comms.device, table)
+    cases = TOY_STEPS if options.walk else STEPS
+    calls: dict[str, Callable[[], None]] = {"loss": measure_loss}
+    calls |= {case: partial(measure_step, case, sizes) for case, sizes in cases.items()}
+    # last, since a profiler may fail where nothing else does
+    trace = options.out / "step_trace.json.gz"
+    calls["a profile"] = partial(profile, comms, next(iter(cases.values())), trace)
+    for what, call in calls.items():
+        works = works and attempt(what, call, comms.device, table)
         gc.collect()  # a cycle of frames keeps torch's first optimizer, and the memory that the next model needs
         if works and comms.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -182,15 +226,39 @@ def main(arguments: list[str] | None = None) -> int:
     verdicts[name if options.walk or not ratios else f"{name}: {max(ratios):.3f}"] = (
         "not measured" if options.walk or not ratios else max(ratios) <= SLOWER
     )
+    for ratio, apart in of_loss:
+        name = f"cross-entropy, gradients apart (at most {GRADIENTS_APART:g}): {apart:.1e}"
+        verdicts[name] = apart <= GRADIENTS_APART
+        name = "cross-entropy over torch's (goal: at most 1)"
+        verdicts[name if options.walk else f"{name}: {ratio:.3f}"] = "not measured" if options.walk else ratio <= 1
     for case, (ratio, speed, apart) in found.items():
         verdicts[f"{case}, losses apart (at most {LOSSES_APART:g}): {apart:.1e}"] = apart <= LOSSES_APART
         name = f"{case}, Axo's step over torch's (goal: at most {SLOWER:g})"
         verdicts[name if options.walk else f"{name}: {ratio:.3f}"] = "not measured" if options.walk else ratio <= SLOWER
-        name = f"{case}, MFU (goal: at least {MFU:g})"
-        verdicts[name if peak is None else f"{name}: {speed / peak:.3f}"] = (
-            "not measured" if peak is None else speed >= MFU * peak
-        )
+        clock = next((row["card"].get("sm_mhz") for row in table.rows if row["case"] == case and "card" in row), None)
+        verdicts |= mfu(case, speed, ratio, peak, (STEPS | TOY_STEPS)[case].recompute, clock)
     return table.judge(verdicts)
+
+
+def mfu(
+    case: str, speed: float, ratio: float, peak: float | None, recomputed: bool, clock: float | None
+) -> dict[str, bool | str]:
+    """Model flops against the peak, Axo's and torch's, as a verdict.
+
+    Where activations are computed anew the device does a third more than the model flops of the blocks, which count for
+    nothing: no goal is asked of that.
+
+    Args:
+        speed: TFLOP/s of Axo's.
+        ratio: Axo's time over torch's.
+        peak: TFLOP/s of the device; None: unknown.
+        clock: Of the multiprocessors in the step, MHz; None: unknown. The peak is one at the clock of the documents.
+    """
+    name = f"{case}, MFU ({'no goal: recomputed' if recomputed else f'goal: at least {MFU:g}'})"
+    if peak is None:
+        return {name: "not measured"}
+    shares = f"{speed / peak:.3f}, torch's {ratio * speed / peak:.3f}{f', at {clock:.0f} MHz' if clock else ''}"
+    return {name: shares} if recomputed else {f"{name}: {shares}": speed >= MFU * peak}
 
 
 if __name__ == "__main__":

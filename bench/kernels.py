@@ -13,9 +13,9 @@
 
 Sections get shares of the time and say what they left out; the same command again measures that alone. A product or
 case that raises is a verdict, and is not tried again; one after which the GPU does nothing more leaves the rest to the
-next run. Nor is what a run was killed in the middle of, since it may hang. The kernel for Hopper, whose waits have no
-bound, is tried in processes of its own first. The last lines are the verdicts. ``--dry`` walks through the same code on
-a CPU at toy sizes; its times mean nothing.
+next run. Nor is what a run was killed in the middle of, since it may hang; what takes far too long ends the process.
+The kernel for Hopper, whose waits have no bound, is tried in processes of its own first. The last lines are the
+verdicts. ``--dry`` walks through the same code on a CPU at toy sizes; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,7 +44,7 @@ from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter
 from axo_kernels.gemm import tiles
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shapes
 from axo_kernels.gemm.matmul import describable
-from axo_kernels.gemm.tiles import HOPPER, Config, candidates
+from axo_kernels.gemm.tiles import HOPPER, TRIED, Config
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.model_shapes import layers
 from axo_kernels.tune.runners import runner
@@ -53,18 +54,25 @@ from axo_kernels.tune.trust import Trust
 from . import gemm, overlap
 from .lib import fp8
 from .lib import verdicts as judge
-from .lib.accuracy import matmul_reference, sum_limit
 from .lib.arguments import Parser
-from .lib.attempts import end_with_parent, works
+from .lib.attempts import bounded, case, end_with_parent, works
+from .lib.numerics import LIMITS, numerics
 from .lib.simulated import SimulatedCommunicator
-from .lib.table import LEFT_OUT, Table, environment, in_a_line, rows_to_go_on_with
+from .lib.table import LEFT_OUT, Table, environment, in_a_line, rows_to_go_on_with, trace_of
+from .lib.trials import Trial
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
 HOPPER_SECTION = "the kernel for Hopper"
+# Of each class of shapes (tune/trust.py) that the products below have, one at least: what hangs is to hang in a process
+# of its own. Then borders: with one tile a program, with short sums, with several tiles a program.
+TRIAL_SIZES: tuple[tuple[int, int, int], ...] = (
+    (512, 768, 1024), (128, 256, 64), (2048, 2048, 1024), (2048, 3072, 512), (4096, 4096, 4096),
+    (1000, 1016, 1032), (8, 8, 8), (3000, 5000, 1032),
+)  # fmt: skip
+SECTION_SECONDS, CASE_SECONDS = 100.0, 60.0  # of a section, and of a product or a case, that does not hang
+OVERLAP_SECONDS, FP8_SECONDS = 40.0, 15.0  # kept for them before the products begin
+QUIET = 75.0  # seconds after which a trial hangs that has said nothing: what it compiles takes less
 FLAG_SECONDS = 5.0  # after which a kernel gives up a flag: what would wait for ever must leave the rest some time
-CONFIGS = 8  # Triton configurations that the tuner tries for a product
-# Results as wide as the operands: twice the rounding of one element, and what the sum adds (lib/accuracy.py).
-LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-6}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -76,6 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1), help="compiling processes")
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)  # N/M: compile the N-th of M parts, and end
     parser.add_argument("--grouped", default="", help=argparse.SUPPRESS)  # a layout: try the kernel for Hopper, and end
+    parser.add_argument("--without", default="", help=argparse.SUPPRESS)  # its tiles that are not tried, by name
+    parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)  # on a machine that has compiled all
     options = parser.parse_args(arguments)
     if not options.dry and not torch.cuda.is_available():
         parser.error("no GPU is visible; --dry walks through on a CPU")
@@ -87,21 +97,28 @@ def main(arguments: list[str] | None = None) -> int:
         compile_part(device, part, parts)
         return 0
     if options.grouped:
-        grouped(device, _Printed(), (options.grouped,))
+        try:
+            grouped(device, _Printed(), (options.grouped,), set(options.without.split(",")))
+        except Exception as error:
+            print(json.dumps({"trace": trace_of(error)}), flush=True)
+            raise
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    path, known = options.out / "kernels.jsonl", environment(device)
+    path, known = options.out / "kernels.jsonl", environment(device, "kernels")
     earlier = rows_to_go_on_with(path, known)
     ended = {row["section"] for row in earlier if "section" in row}
     started = time.perf_counter()
     torch.manual_seed(20)
     verdicts: dict[str, bool | str] = {}
-    trials: dict[str, subprocess.Popen[bytes]] = {}
+    trials: dict[str, Trial] = {}
+    tiles.HOPPER = left_of_hopper(earlier)  # the tuner would hang where a trial did, or a run before
     if not options.dry:
-        if not any(row.get("failed") == HOPPER_SECTION for row in earlier):  # in each run: they fill the cache as well
-            trials = {layout: _started("--grouped", layout) for layout in LAYOUTS}
-        compile_ahead(options.jobs, 0.25 * options.seconds)
-        print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
+        # in the first run on a machine they fill the cache as well
+        if tiles.HOPPER and not (options.again and HOPPER_SECTION in ended):
+            trials = {layout: _trial(layout, _left_out()) for layout in LAYOUTS}
+        if not options.again:
+            compile_ahead(options.jobs, 0.25 * options.seconds)
+            print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
     print(json.dumps(known))
     failed = [row for row in earlier if "failed" in row]
     checks = {row["check"]: row for row in earlier if "check" in row}.values()  # the last of each
@@ -116,13 +133,14 @@ def main(arguments: list[str] | None = None) -> int:
         "fp8": partial(fp8.right, device, table, options.dry),
         HOPPER_SECTION: partial(grouped, device, table)
         if options.dry
-        else partial(tried, trials, started + 0.45 * options.seconds, table),  # late: it is to tell slow from hanging
+        else partial(tried, trials, started + 0.6 * options.seconds, table),
     }
     for name, call in sections.items():
         if name in table.failed or (name in ended and not (trials and name == HOPPER_SECTION)):
             print(f"{name}: has ended before", flush=True)
             continue
-        with table.under_way(name):
+        own = None if name == HOPPER_SECTION else SECTION_SECONDS  # that one ends its processes, and not this one
+        with table.under_way(name), bounded(name, own, device):
             done = section(name, call, device, table, verdicts)
         if done:
             table.note(f"{name}: ended", section=name)
@@ -131,9 +149,9 @@ def main(arguments: list[str] | None = None) -> int:
     for trial in trials.values():
         trial.kill()  # where the section had no turn
     if HOPPER_SECTION in table.failed:
-        tiles.HOPPER = ()  # the tuner would hang where it did
+        tiles.HOPPER = ()
     latest = {row["check"]: row for row in table.rows}.values()
-    unfinished = left or any(name in table.failed for name in sections)
+    unfinished = left or any(what.split(": ")[0] in sections for what in table.failed)
     verdicts["all results right"] = not unfinished and all(row["error"] < row["limit"] for row in latest)
 
     def measure(name: str, table: Table, call: Callable[[], int]) -> None:
@@ -145,24 +163,29 @@ def main(arguments: list[str] | None = None) -> int:
 
     spent = time.perf_counter() - started
     speed = Table(gemm.COLUMNS, path, {"bench": "gemm"}, [*failed, *(row for row in earlier if "tuned_ratio" in row)])
-    share = 0.8 * (options.seconds - spent)  # 93 shapes take some 200 s by their flops, overlap 30
-    measure("gemm", speed, partial(gemm.measure, _shapes(options.dry), device, speed, 7, CONFIGS, share))
+    rest = options.seconds - spent
+    # products take all that there is, and what comes behind them has goals too
+    share = max(0.4 * rest, rest - OVERLAP_SECONDS - FP8_SECONDS)
+    measure("gemm", speed, partial(gemm.measure, _shapes(options.dry), device, speed, 7, TRIED, share, CASE_SECONDS))
     verdicts |= judge.speed(speed.rows, _gpt_shapes(), devices.target_of(device).units)
 
     spent = time.perf_counter() - started
     narrow = Table(fp8.COLUMNS, path, {"bench": "fp8"}, [*failed, *(row for row in earlier if "scaling" in row)])
     sizes = [(64, 48, 32)] if options.dry else fp8.SHAPES
-    measure("fp8's times", narrow, partial(fp8.measure, sizes, device, narrow, 7, (options.seconds - spent) / 2))
+    rest = options.seconds - spent
+    share = max(0.4 * rest, rest - OVERLAP_SECONDS)
+    measure("fp8's times", narrow, partial(fp8.measure, sizes, device, narrow, 7, share, CASE_SECONDS))
     verdicts |= judge.fp8([] if options.dry else narrow.rows, SCALINGS)
 
     spent = time.perf_counter() - started
     cases = (row for row in earlier if "asked_share" in row)
     hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"}, [*failed, *cases])
     shapes = [(32, 32, 32)] if options.dry else OVERLAP_SHAPES
-    rest = argparse.Namespace(size=4, rounds=3 if options.dry else 9, seconds=options.seconds - spent)
+    asked = argparse.Namespace(size=4, rounds=3 if options.dry else 9, seconds=options.seconds - spent)
     dtype = torch.float32 if options.dry else torch.bfloat16
     counts = [2, 4] if options.dry else [4, 8]
-    measure("overlap", hidden, partial(overlap.measure, shapes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, rest))
+    timed = partial(overlap.measure, shapes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, asked, each=CASE_SECONDS)
+    measure("overlap", hidden, timed)
     verdicts |= judge.overlap([] if options.dry else hidden.rows, overlap.OPERATIONS, OVERLAP_SHAPES)
     verdicts |= {told: False for one in (table, speed, narrow, hidden) for told in one.failed.values()}
     verdicts["seconds"] = f"{time.perf_counter() - started:.0f}"
@@ -187,31 +210,39 @@ def section(
         call()
     except Exception as error:
         if works(device):
-            verdicts[f"{name} ended early: {in_a_line(error)}"] = False
+            verdicts[told := f"{name} ended early: {in_a_line(error)}"] = False
+            table.trace(told, error)
         else:
             table.fail(name, error)
         return False
     return True
 
 
-def _started(*arguments: str) -> subprocess.Popen[bytes]:
-    """This bench in another process."""
-    command = [sys.executable, "-m", __spec__.name if __spec__ else "bench.kernels", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def _command(*arguments: str) -> list[str]:
+    """This bench, for another process."""
+    return [sys.executable, "-m", __spec__.name if __spec__ else "bench.kernels", *arguments]
+
+
+def _left_out() -> set[str]:
+    return {config.name for config in HOPPER} - {config.name for config in tiles.HOPPER}
+
+
+def _trial(layout: str, without: Iterable[str]) -> Trial:
+    return Trial(_command("--grouped", layout, "--without", ",".join(without)))
 
 
 def compile_ahead(jobs: int, seconds: float) -> None:
     """Fill Triton's cache from several processes; one that fails or is late only leaves compiling to the sections."""
-    workers = [_started("--compile", f"{part}/{jobs}") for part in range(jobs)]
+    workers = [subprocess.Popen(_command("--compile", f"{part}/{jobs}")) for part in range(jobs)]
     deadline = time.perf_counter() + seconds
     for part, worker in enumerate(workers):
         try:
-            _, said = worker.communicate(timeout=max(0.1, deadline - time.perf_counter()))
-            if worker.returncode:
-                print(f"compiling, part {part}: {said.decode(errors='replace').strip().splitlines()[-1:]}")
+            if code := worker.wait(timeout=max(0.1, deadline - time.perf_counter())):
+                print(f"compiling, part {part}: ended with {code}", flush=True)
         except subprocess.TimeoutExpired:
+            print(f"compiling, part {part}: not ready after {seconds:.0f} s", flush=True)
             worker.kill()
-            worker.communicate()
+            worker.wait()
 
 
 def compile_part(device: torch.device, part: int, parts: int) -> None:
@@ -226,24 +257,35 @@ def compile_part(device: torch.device, part: int, parts: int) -> None:
         a, b = (torch.empty(shape, dtype=product.dtype, device="meta") for shape in stored_shapes(product))
         left, right = as_row_major(a, b, product.layout)
         described = describable(left, right, left.new_empty((product.m, product.n)), False)
-        for config in candidates(devices.target_of(device), product, described)[:CONFIGS]:
+        for config in tiles.tried(devices.target_of(device), product, described, TRIED):
             if not config.groups:  # tried in processes of its own
                 found.setdefault((product.layout, config), Product(product.layout, 512, 512, 512, product.dtype))
     for (layout, config), product in found.items():
         a, b = (torch.zeros(shape, dtype=product.dtype, device=device) for shape in stored_shapes(product))
         calls.append(partial(matmul, a, b, layout, backend="triton", config=config))
     for call in calls[part::parts]:
-        with contextlib.suppress(Exception):  # the section itself will say what is wrong
+        try:
             call()
+        except Exception:  # the section itself will say what is wrong, where it has its turn
+            traceback.print_exc()
     torch.cuda.synchronize()
 
 
 class _Silent:
-    """Takes a table's rows and shows none."""
+    """Takes a table's rows and shows none; an error it does show."""
 
-    rows: ClassVar[list[dict[str, object]]] = []
+    failed: ClassVar[dict[str, str]] = {}
+
+    def under_way(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def fail(self, what: str, error: Exception) -> None:
+        print(f"{what}: {trace_of(error)}", file=sys.stderr, flush=True)
 
     def add(self, **row: object) -> None:
+        pass
+
+    def begins(self, what: str, **values: object) -> None:
         pass
 
 
@@ -253,80 +295,85 @@ class _Printed(_Silent):
     def add(self, **row: object) -> None:
         print(json.dumps(row), flush=True)
 
-
-def numerics(device: torch.device, table: Any, dry: bool, only: list[tuple[torch.dtype, str]] | None = None) -> None:
-    """Every layout and dtype, descriptor and pointer sizes, epilogues and accumulation, against fp64."""
-    sizes = [(1, 1, 1), (7, 128, 31), (101, 13, 97)] + ([] if dry else [(512, 768, 1024), (1000, 1001, 1003)])
-    backend = None if dry else "triton"
-    for dtype, limit in LIMITS.items():
-        for layout in LAYOUTS:
-            if only is not None and (dtype, layout) not in only:
-                continue
-            for m, n, k in sizes:
-                a = torch.randn((k, m) if layout == "TN" else (m, k), device=device).to(dtype)
-                b = torch.randn((n, k) if layout == "NT" else (k, n), device=device).to(dtype)
-                out = torch.full((m, n), float("nan"), device=device, dtype=dtype)
-                reference = matmul_reference(a, b, layout)
-                name = f"{layout} {m}x{n}x{k} {dtype}"
-                sums = sum_limit(k, dtype)
-                error = relative_error(matmul(a, b, layout, out, backend=backend), reference)
-                table.add(check=name, error=error, limit=max(limit, sums) if dtype == torch.float32 else limit + sums)
-                # of the product's own sign: a sum near zero has no relative error to speak of
-                master = torch.where(reference < 0, -1.0, 1.0).to(device, torch.float32)
-                expected = reference + master
-                matmul(a, b, layout, master, accumulate=True, backend=backend)
-                table.add(check=f"{name} accumulated", error=relative_error(master, expected), limit=sums)
-            # above zero, so that a single result (1x1x1) is not GELU's tail, where 1 + erf(x) has no digits left
-            bias = (3 + torch.rand(n, device=device)).to(dtype)
-            gate = torch.randn((m, n), device=device).to(dtype)
-            for activation in ("gelu", "gelu_tanh", "silu_gate"):
-                exact = reference + bias.double()
-                if activation == "silu_gate":
-                    expected = torch.nn.functional.silu(exact) * gate.double()
-                else:
-                    kind = "tanh" if activation == "gelu_tanh" else "none"
-                    expected = torch.nn.functional.gelu(exact, approximate=kind)
-                given = gate if activation == "silu_gate" else None
-                got = matmul(a, b, layout, bias=bias, activation=activation, gate=given, backend=backend)
-                # without the kernel torch rounds between the steps
-                table.add(
-                    check=f"{name} {activation}", error=relative_error(got, expected), limit=(3 if dry else 1) * limit
-                )
+    def begins(self, what: str, **values: object) -> None:
+        self.add(begins=what, **values)
 
 
-def tried(trials: dict[str, subprocess.Popen[bytes]], until: float, table: Table) -> None:
-    """The rows of ``grouped``, one process a layout. One that hangs or dies fails the kernel, and nothing else."""
+def tried(trials: dict[str, Trial], until: float, table: Table) -> None:
+    """The rows of ``grouped``, one process a layout.
+
+    A tile in which one hangs or dies has failed, and what is behind it is tried in another process. Where it is not
+    known, or no time is left for that, the kernel has failed, and nothing else.
+    """
     try:
-        for layout, trial in trials.items():
-            try:
-                rows, said = trial.communicate(timeout=max(1.0, until - time.perf_counter()))
-            except subprocess.TimeoutExpired:
-                raise TimeoutError(f"{layout} has not ended in time: a kernel that hangs") from None
-            for row in rows.splitlines():
-                table.add(**json.loads(row))
-            if trial.returncode:
-                last = said.decode(errors="replace").strip().splitlines()[-1:]
-                raise RuntimeError(f"{layout} ended with {trial.returncode}: {''.join(last)}")
+        for layout in trials:
+            while what := trials[layout].wait(until, QUIET):
+                rows, last = trials[layout].said()
+                _add(rows, table)
+                told = f"{layout} {what}" + (f", in {last['begins']}" if last else "")
+                told += "".join(f"\n{row['trace']}" for row in rows if "trace" in row)
+                error = (RuntimeError if what.startswith("ended") else TimeoutError)(told)
+                if not last or time.perf_counter() > until:
+                    raise error
+                tiles.HOPPER = tuple(config for config in tiles.HOPPER if config.name != last["tile"])
+                table.fail(f"{HOPPER_SECTION}: {last['tile']}", error, tile=last["tile"])
+                trials[layout] = _trial(layout, _left_out())
+            _add(trials[layout].said()[0], table)
     except (TimeoutError, RuntimeError) as error:
         table.fail(HOPPER_SECTION, error)
     finally:
         for trial in trials.values():
             trial.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                trial.communicate(timeout=5)
 
 
-def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS) -> None:
-    """The kernel for Hopper as the tuner looks at it before it may be chosen: sizes with and without borders."""
+def _add(rows: list[dict[str, Any]], table: Table) -> None:
+    for row in rows:
+        if "check" in row:
+            table.add(**row)
+
+
+def left_of_hopper(earlier: list[dict[str, Any]]) -> tuple[Config, ...]:
+    """The tiles of the kernel for Hopper that a run may use which goes on: none after one hung where that is not known.
+
+    A product is such a place, unless it was looking at one candidate when it was cut off (``Tuner``'s ``progress``).
+    """
+    off: set[str] = set()
+    for row in earlier:
+        if row.get("failed") == HOPPER_SECTION:
+            return ()
+        if "tile" in row:
+            off.add(row["tile"])
+        elif "cut_off" in row and row["failed"].split(" ")[0] in LAYOUTS:
+            _, _, candidate = row["cut_off"].partition(": ")
+            if candidate.split(" ")[0] not in LAYOUTS:
+                return ()
+            off.update(config.name for config in HOPPER if candidate.endswith(config.name))
+    return tuple(config for config in HOPPER if config.name not in off)
+
+
+def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS, without: Iterable[str] = ()) -> None:
+    """The kernel for Hopper as the tuner looks at it before it may be chosen: sizes with and without borders.
+
+    Raises:
+        RuntimeError: The device has stopped working, so that what comes next would fail as well.
+    """
     target = devices.target_of(device)
     for layout in layouts:
         trust = Trust(partial(runner, stored=layout))
-        for m, n, k in ((512, 768, 1024), (1000, 1016, 1032), (128, 256, 64), (8, 8, 8), (4096, 4096, 4096)):
+        for m, n, k in TRIAL_SIZES:
             product = Product(layout, m, n, k, torch.bfloat16)
-            for config in (config for config in HOPPER if config.fits(target, product.dtype)):
-                complaint = trust.complaint(Choice("triton", layout, config), product, device)
+            for config in HOPPER:
+                if config.name in without or not config.fits(target, product.dtype):
+                    continue
                 name = f"{product.name} {config.name}"
+                table.begins(name, tile=config.name)
+                complaint = trust.complaint(Choice("triton", layout, config), product, device)
                 table.add(check=f"{name}: {complaint}" if complaint else name, error=float(bool(complaint)), limit=0.5)
+                if trust.error is not None:
+                    print(trace_of(trust.error), file=sys.stderr, flush=True)
+                    trust.error = None
+                if complaint and not works(device):
+                    raise RuntimeError(f"the device has stopped working in {name}: {complaint}")
 
 
 def strategies(device: torch.device, table: Any, dry: bool) -> None:
@@ -341,11 +388,28 @@ def strategies(device: torch.device, table: Any, dry: bool) -> None:
         expected = overlap._call(operation, a, b, comm, layout, "serial", 1)()
         for strategy in ("split", "signal"):
             for chunks in (1, 2, 4, 7):
-                got = overlap._call(operation, a, b, comm, layout, strategy, chunks)()
-                assert comm.ran[-1].strategy == strategy
-                error = relative_error(got, expected)
-                table.add(check=f"{operation} {strategy}/{chunks}", error=error, limit=4e-3)
-    comm.check()
+                name = f"{operation} {strategy}/{chunks}"
+                call = overlap._call(operation, a, b, comm, layout, strategy, chunks)
+                case(
+                    f"strategies: {name}",
+                    partial(_strategy, name, call, strategy, expected, comm, table),
+                    device,
+                    table,
+                )
+
+
+def _strategy(
+    name: str,
+    call: Callable[[], torch.Tensor],
+    strategy: str,
+    expected: torch.Tensor,
+    comm: SimulatedCommunicator,
+    table: Any,
+) -> None:
+    got = call()
+    comm.check()  # here, since what waits in vain is to be named
+    assert comm.ran[-1].strategy == strategy
+    table.add(check=name, error=relative_error(got, expected), limit=4e-3)
 
 
 def rounds(device: torch.device, table: Any, dry: bool, often: int = 500) -> None:
@@ -382,30 +446,37 @@ def graphs(device: torch.device, table: Any, often: int = 50) -> None:
         return torch.randint(-2, 3, (rows, 64), generator=generator, device=device).to(torch.bfloat16)
 
     for strategy in ("split", "signal"):
-        way, x, w, wrong = Way(strategy, 2), draw(256), draw(512), torch.zeros((), device=device)
+        case(f"graphs: {strategy}", partial(_graph, strategy, comm, draw, table, often), device, table)
 
-        def operations(way: Way = way, x: torch.Tensor = x, w: torch.Tensor = w) -> list[torch.Tensor]:
-            gathered = run_all_gather(x, w, comm, "NT", "b", way, keep=False)[0]
-            scattered = run_reduce_scatter(w, x, comm, "NT", way)
-            total, finish = start_all_reduce(x, w, comm, "NT", way)
-            finish()
-            return [gathered, scattered, total]
 
-        operations()  # makes flags and buffers, and compiles
-        comm.check()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = operations()
+def _graph(
+    strategy: str, comm: SimulatedCommunicator, draw: Callable[[int], torch.Tensor], table: Any, often: int
+) -> None:
+    way, x, w = Way(strategy, 2), draw(256), draw(512)
+    wrong = torch.zeros((), device=x.device)
+
+    def operations() -> list[torch.Tensor]:
+        gathered = run_all_gather(x, w, comm, "NT", "b", way, keep=False)[0]
+        scattered = run_reduce_scatter(w, x, comm, "NT", way)
+        total, finish = start_all_reduce(x, w, comm, "NT", way)
+        finish()
+        return [gathered, scattered, total]
+
+    operations()  # makes flags and buffers, and compiles
+    comm.check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = operations()
+    graph.replay()
+    comm.check()  # before many more have been put behind what waits
+    for _ in range(often):
+        x.copy_(draw(256))
         graph.replay()
-        comm.check()  # before many more have been put behind what waits
-        for _ in range(often):
-            x.copy_(draw(256))
-            graph.replay()
-            exact = (x.float() @ w.float().T).to(x.dtype)
-            for got, expected in zip(found, (exact.repeat(1, 2), 2 * exact.T[:256], 2 * exact), strict=True):
-                wrong += (got != expected).any()
-        comm.check()
-        table.add(check=f"{often} replays of a graph of {strategy} operations", error=float(wrong), limit=0.5)
+        exact = (x.float() @ w.float().T).to(x.dtype)
+        for got, expected in zip(found, (exact.repeat(1, 2), 2 * exact.T[:256], 2 * exact), strict=True):
+            wrong += (got != expected).any()
+    comm.check()
+    table.add(check=f"{often} replays of a graph of {strategy} operations", error=float(wrong), limit=0.5)
 
 
 def silence(device: torch.device, table: Table) -> None:
@@ -434,7 +505,7 @@ def silence(device: torch.device, table: Table) -> None:
 def _gpt_shapes() -> list[Product]:
     """The layers of the papers' models, one for each hidden size, whole and as one real grid cuts the largest."""
     found: dict[Product, None] = {}
-    for model in ("gpt-5b", "gpt-10b", "gpt-20b", "gpt-40b", "gpt-80b", "gpt-320b"):
+    for model in ("gpt-20b", "gpt-5b", "gpt-80b", "gpt-10b", "gpt-40b", "gpt-320b"):
         for layer in layers(model, (1, 1, 1), 4096):
             found.update(dict.fromkeys(layer.products(torch.bfloat16).values()))
     for layer in layers("gpt-320b", (4, 2, 1), 2048):
@@ -443,11 +514,13 @@ def _gpt_shapes() -> list[Product]:
 
 
 def _shapes(dry: bool) -> list[Product]:
-    """The GPT shapes of the verdict first, then square sizes."""
+    """What says most first, since time may end: square sizes that are known of every library, then the GPT shapes of
+    the verdict, all kinds of one hidden size and then the next.
+    """
     if dry:
         return [Product(layout, 64, 48, 32, torch.float32) for layout in LAYOUTS]
-    squares = [Product(layout, n, n, n, torch.bfloat16) for n in (2048, 4096, 8192, 16384) for layout in LAYOUTS]
-    return list(dict.fromkeys([*_gpt_shapes(), *squares]))
+    squares = {n: [Product(layout, n, n, n, torch.bfloat16) for layout in LAYOUTS] for n in (8192, 4096, 2048, 16384)}
+    return list(dict.fromkeys([*squares[8192], *squares[4096], *_gpt_shapes(), *squares[2048], *squares[16384]]))
 
 
 if __name__ == "__main__":

@@ -141,10 +141,12 @@ def measure(
     table: Table,
     options: argparse.Namespace,
     comm: FusedCommunicator | None = None,
+    each: float | None = None,
 ) -> int:
     """Measure every operation and share that the table lacks, by every strategy and chunk count.
 
-    Without other ranks, which would wait for ever, a case that fails leaves the rest their turn.
+    Without other ranks, which would wait for ever, a case that fails leaves the rest their turn. One that takes longer
+    than ``each`` seconds hangs, and the process ends itself.
 
     Returns:
         How many are left when ``options.seconds`` have passed, or the device has stopped working.
@@ -159,15 +161,16 @@ def measure(
         if (operation, "x".join(map(str, shape)), share) not in measured
         and _name(operation, shape, share) not in table.failed
     ]
+    captured = ["split", "signal"]  # strategies that graphs may hold
     for index, (operation, shape, share) in enumerate(cases):
         if time.perf_counter() - started > options.seconds:
             left = len(cases) - index
             table.note(f"stopped after {options.seconds:.0f} s: {left} cases from {operation} {shape} {share} on")
             return left
-        case = partial(_case, operation, shape, share, counts, dtype, device, table, options, comm)
+        case = partial(_case, operation, shape, share, counts, dtype, device, table, options, comm, captured)
         if comm is not None:
             case()
-        elif not attempt(_name(operation, shape, share), case, device, table):
+        elif not attempt(_name(operation, shape, share), case, device, table, each):
             left = len(cases) - index - 1
             table.note(f"the device stopped working: {left} cases not measured")
             return left
@@ -188,6 +191,7 @@ def _case(
     table: Table,
     options: argparse.Namespace,
     comm: FusedCommunicator | None,
+    captured: list[str],
 ) -> None:
     m, n, k = shape
     rank = comm.rank if comm else 0
@@ -225,15 +229,20 @@ def _case(
     timings = comm.maximum([timing.seconds for timing in found])
     comm.check() if device.type == "cuda" else None
     head, tail = timings[:3], timings[3 + bool(own) :]
-    graphs = None
-    if isinstance(comm, SimulatedCommunicator):
+    graphs: dict[object, float] = {}
+    while isinstance(comm, SimulatedCommunicator) and captured:
+        held: dict[object, Callable[[], object]] = {"gemm": gemm, "serial": serial}
+        held |= {key: call for key, call in rivals.items() if key[0] in captured}
         try:
             with comm.without_effects():
-                graphs = _graphs([gemm, serial, *rivals.values()], device, options.rounds, comm)
-        except SignalTimeout as error:  # what was measured by launches stands
-            table.note(f"{_name(operation, shape, share)}, as graphs: {error}")
-    for index, ((strategy, chunks), fused) in enumerate(zip(rivals, tail, strict=True)):
-        graph = graphs[2 + index] if graphs else None
+                seconds_of = _graphs(list(held.values()), device, options.rounds, comm)
+            graphs = dict(zip(held, seconds_of, strict=True)) if seconds_of else {}
+            break
+        except SignalTimeout as error:  # what was measured by launches stands, and graphs without flags can be had
+            table.note(f"{_name(operation, shape, share)}, as graphs: {error}; no more graphs of it")
+            captured.remove("signal" if "signal" in captured else "split")  # each try waits for seconds
+    for (strategy, chunks), fused in zip(rivals, tail, strict=True):
+        graph = graphs.get((strategy, chunks))
         table.add(
             operation=operation,
             shape=product.name,
@@ -248,7 +257,7 @@ def _case(
             fused_ms=fused * 1e3,
             efficiency=_hidden(fused, head[0], head[1]),
             graph_ms=graph * 1e3 if graph else None,
-            graph_efficiency=_hidden(graph, graphs[0], graphs[1]) if graphs and graph else None,
+            graph_efficiency=_hidden(graph, graphs["gemm"], graphs["serial"]) if graph else None,
             error=errors[strategy, chunks],
             right=errors[strategy, chunks] < 1e-2,  # the same sums in another order, rounded to bf16
         )

@@ -21,6 +21,11 @@ waits or signals at every tile, since its loop over tiles holds one over steps. 
 multiprocessors to the communication; waiting itself is not counted. Programs take tiles in waves; the last one takes as
 long as a full one.
 
+Left out of the defaults that the compile matrix has: ``epilogue`` (a bias with an activation and a gate), which no
+layer of Axo asks a product for; the tiles for plain pointers, since descriptors describe every layer of these models;
+fp32 and TF32, in which nobody trains them, and whose peaks are others than the bf16 one that the shares are of.
+``split`` stands with ``matmul`` where K is cut; ``combine``, ``flags`` and the goldfish mask are no products.
+
 It is an upper bound: no bank conflicts, no cold caches, no clock that falls under load (the share is of the peak at the
 clock that runs). Where a measurement is far below, the largest term says where to look first.
 """
@@ -227,14 +232,15 @@ def known_counts(compiled: Path = COMPILED, counts: Path = COUNTED) -> dict[tupl
 
 
 def ways(product: Product) -> Iterator[tuple[str, Config]]:
-    """The kernels and configurations that multiply so without the tuner, and Hopper's."""
+    """The kernels and configurations that multiply so without the tuner, and Hopper's in that one's order of tiles."""
     target = TARGETS["sm_90"]
     plain, wide, fused = (default_config(target, product.dtype, True, purpose) for purpose in PURPOSES)
     yield "matmul", split_short(plain, product, target)
-    yield from (("matmul", config) for config in HOPPER)
+    grouped = [config for config in HOPPER if config.group_m == plain.group_m]  # the other order: by memory alone
+    yield from (("matmul", config) for config in grouped)
     if product.layout == "TN":
         yield "accumulate", wide
-        yield from (("accumulate", accumulating(config)) for config in HOPPER)
+        yield from (("accumulate", accumulating(config)) for config in grouped)
     yield "signal", fused
     if product.layout != "TN":
         yield "wait", fused

@@ -12,9 +12,10 @@ round each time, the slowest rank's time; figures are means of the last 8 of 10 
 repeats. On CPUs each contestant has processes of its own, and rivals have not Axo's settings of malloc, as users would
 run them; on ranks that exist all share those. Columns: ms a step, how often faster than the first rival (median over
 rounds), tokens/s of all ranks, MFU and HFU (of --peak-tflops, else of the rate of a large product measured here), comm:
-the part of the step that a rank is blocked in communication (Axo alone knows), over: the part by which the step is
+the part of the step that a rank is blocked in communication (Axo alone knows), longer: by which part of it the step is
 longer than the same work without communication (plain torch, the last row, whose ``faster`` is what could be won at
-that work), MB: peak memory of the step, parameters and optimizer included, and the loss, which must agree.
+that work; median over rounds), MB: peak memory of the step, parameters and optimizer included, and the loss, which
+must agree.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from .lib.arguments import Parser
 from .lib.table import Table, environment
 
 COLUMNS = {"case": "s", "contestant": "s", "ranks": "d", "ms": ".2f", "faster": ".2f", "tokens_s": ".0f"}
-COLUMNS |= {"mfu": ".3f", "hfu": ".3f", "comm": ".2f", "over": ".2f", "mb": ".0f", "loss": ".4f"}
+COLUMNS |= {"mfu": ".3f", "hfu": ".3f", "comm": ".2f", "longer": ".3f", "mb": ".0f", "loss": ".4f"}
 CASES = ("serial", "z", "x", "data", "pipeline")
 STEPS, COUNTED = 10, 8
 LOSS_LIMIT = {"32-true": 1e-3, "bf16-mixed": 5e-2}  # relative; the same weights after the same steps
@@ -391,7 +392,7 @@ def summarize(
     for name in seconds:
         mean = statistics.fmean(seconds[name])
         paired = [a / b for a, b in zip(seconds[first], seconds[name], strict=True)]
-        extra = 1 - statistics.fmean(seconds[yardstick]) / mean if case != "serial" else None
+        longer = [a / b - 1 for a, b in zip(seconds[name], seconds[yardstick], strict=True)]
         apart = abs(losses[name] - losses[first]) / losses[first]
         rows.append(
             {
@@ -404,7 +405,7 @@ def summarize(
                 "mfu": flops["mfu"] / mean / peak,
                 "hfu": flops["hfu"] / mean / peak,
                 "comm": None if math.isnan(waited := statistics.fmean(blocked[name])) else waited / mean,
-                "over": extra,
+                "longer": None if case == "serial" else statistics.median(longer),
                 "mb": None if (used := memory[name]) is None else used / 1e6,
                 "loss": losses[name],
                 "right": name == "no communication" or apart <= LOSS_LIMIT[sizes.precision],

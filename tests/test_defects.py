@@ -99,6 +99,26 @@ DEFECTS = (
     ),
     Defect("5: a thread for every launch", ALWAYS_ASKS, "cuda", "no_launch_makes_a_thread", r"launch_threads\(\) == 0"),
     Defect(
+        "5: a thread of Axo's own for every launch",
+        (Edit(CORE, "  *last_ = {work->", "  std::thread([] {}).join();\n  *last_ = {work->"),),
+        "cuda",
+        "no_launch_makes_a_thread",
+        "a sum has made a thread",
+    ),
+    Defect(
+        "5: one rank is taken for what a launch costs",
+        (
+            Edit(
+                "bench/device.py",
+                "    alone, together = extra.get(1), extra.get(2)\n",
+                "    alone, together = None, extra.get(2, extra.get(1))\n",
+            ),
+        ),
+        "",
+        "tests/bench/test_bench_gpu.py::test_parts_of_the_transport_and_of_the_step_have_their_turns",
+        "one GPU cannot reach the goal|under 3 us a call: 2.00",
+    ),
+    Defect(
         "6: only the same communicator is chained",
         (Edit(CORE, "  if (shared) last_ = &context_->last_shared_launch();\n", ""),),
         "hip",
@@ -167,6 +187,19 @@ DEFECTS = (
         "wait_flag: stream waits for values",
     ),
     Defect(
+        "8: the kernels leave their flags to HIP's driver",
+        (
+            Edit(
+                "axo_kernels/comm/adapters.py",
+                "self._by_driver = torch.version.hip is None",
+                "self._by_driver = True",
+            ),
+        ),
+        "",
+        "tests/kernels/comm/test_flags.py::test_the_driver_has_the_flags_on_nvidia_alone[6.4.0]",
+        r"first extra item: \('wait', 1, 1\)",
+    ),
+    Defect(
         "9: no divisor of where a segment lies",
         tuple(
             Edit(FUSED, f"        {name} = tl.multiple_of({name}, ALIGNMENT)\n", "")
@@ -191,7 +224,69 @@ DEFECTS = (
         r"reserved_ctas\(\) == 8",
     ),
     Defect(
-        "11: aborts wait for each other",
+        "10: a product for each rank and chunk",
+        (
+            Edit(
+                "axo_kernels/fused/strategies.py",
+                "            multiply(rows, b.expand(comm.size, *b.shape), out=into)\n",
+                "            for rank in range(comm.size):\n"
+                "                multiply(rows[rank], b, out=into[rank])\n",
+            ),
+        ),
+        "",
+        "tests/kernels/fused/test_launches.py::test_a_split_operation_is_one_product_a_chunk[0]",
+        r"\(12, 3, 0\) == \(3, 3, 0\)",
+    ),
+    Defect(
+        "11: one program a multiprocessor",
+        (
+            Edit(
+                "axo_kernels/gemm/matmul.py",
+                "    slots = target.units * config.occupancy("
+                'target, left.dtype.itemsize, out.dtype.itemsize, wide, activation or "")\n',
+                "    slots = target.units\n",
+            ),
+        ),
+        "",
+        "tests/kernels/gemm/test_matmul.py::test_programs_are_as_many_as_fit_the_multiprocessors",
+        r"108 == \(108 \* 3\)",
+    ),
+    Defect(
+        "11: neighbouring tiles on different XCDs",
+        (
+            Edit(
+                "axo_kernels/gemm/kernels.py",
+                "        program = xcd * (programs // XCDS) + min(xcd, programs % XCDS) + program // XCDS\n",
+                "        program += 0 * programs * xcd\n",
+            ),
+        ),
+        "",
+        "tests/kernels/gemm/test_matmul.py::test_neighbours_in_the_order_of_tiles_are_on_one_xcd",
+        r"\(304, 8, \[0, 8, 16",
+    ),
+    Defect(
+        "12: one limit for sums of any length",
+        (Edit("bench/lib/accuracy.py", "    return 2.0**-23 * (2 * k / 3 + 0.5 + added)\n", "    return 2e-6\n"),),
+        "",
+        "tests/kernels/tune/test_timing.py::"
+        "test_the_limit_of_a_sum_lies_between_truncated_addition_and_a_wrong_kernel[1003]",
+        r"< 2e-06",
+    ),
+    Defect(
+        "12: a head start of 0.2 ms, however long a call takes to issue",
+        (
+            Edit(
+                "axo_kernels/tune/timing.py",
+                "    return min(_LONGEST, max(_SHORTEST, 2 * issued))\n",
+                "    return _SHORTEST\n",
+            ),
+        ),
+        "",
+        "tests/kernels/tune/test_timing.py::test_the_device_is_held_until_all_is_issued",
+        r">= 0\.006",
+    ),
+    Defect(
+        "13: aborts wait for each other",
         (
             Edit(
                 "csrc/device/watchdog.cpp",
@@ -204,28 +299,28 @@ DEFECTS = (
         "TIMEOUT",
     ),
     Defect(
-        "12: clusters of thread blocks under a cap",
+        "14: clusters of thread blocks under a cap",
         (Edit(CORE, "  if (cap > 0) config.cgaClusterSize = 0;\n", ""),),
         "cuda",
         "capped_operations_fit_where_a_product_left_room",
         "did not complete",
     ),
     Defect(
-        "13: memory is unmapped under running kernels",
+        "15: memory is unmapped under running kernels",
         (Edit("csrc/device/context.cpp", "  gpu_->synchronize_device();\n", ""),),
         "cuda",
         "memory_goes_when_the_device_is_done_with_it",
         "not: waited",
     ),
     Defect(
-        "14: a communicator is closed under its graphs",
+        "16: a communicator is closed under its graphs",
         (Edit("csrc/device/core_end.cpp", "  if (!failed()) check_graphs();\n", ""),),
         "cuda",
         "a_communicator_is_not_closed_while_graphs_hold_it",
         "expected axo::Error, nothing was thrown",
     ),
     Defect(
-        "15: what is capped shares buffers with its parent",
+        "17: what is capped shares buffers with its parent",
         (
             Edit(
                 "csrc/device/communicator.cpp",
@@ -238,14 +333,14 @@ DEFECTS = (
         "operations that share buffers run at once",
     ),
     Defect(
-        "16: a least number of thread blocks alone",
+        "18: a least number of thread blocks alone",
         (Edit(CORE, "  if (cap == 0 && options_.min_ctas > 0) config.maxCTAs", "  if (cap < 0) config.maxCTAs"),),
         "cuda",
         "only_the_least_of_the_thread_blocks",
         "ncclCommInitRankConfig",
     ),
     Defect(
-        "17: parts of one GPU reach an NCCL that refuses them",
+        "19: parts of one GPU reach an NCCL that refuses them",
         (
             Edit(
                 "csrc/device/rendezvous.cpp",
@@ -258,14 +353,14 @@ DEFECTS = (
         "invalid usage",
     ),
     Defect(
-        "18: transfers take more than is reserved",
+        "20: transfers take more than is reserved",
         (Edit(CORE, "  while (ctas < options_.max_ctas) ctas *= 2;", "  ctas = options_.max_ctas;"),),
         "cuda",
         "a_cap_that_is_no_power_of_two",
         "6 is not 7",
     ),
     Defect(
-        "19: a context on GPU 0 for every rank",
+        "21: a context on GPU 0 for every rank",
         (
             Edit(
                 "csrc/device/gpu_runtime.cpp",

@@ -191,9 +191,18 @@ class FusedCommunicator:
             lambda kernels: kernels.write_flag_kernel[(1,)](workspace.flags[number:], workspace.epoch, num_warps=1),
         )
 
+    def copy(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy ``tensor`` into ``out``, which lay here before ``fork()``, after everything issued on the communication
+        stream so far."""
+
+        def copy() -> None:
+            out.copy_(tensor)
+
+        self._on_stream(copy, lambda kernels: copy())
+
     def _on_stream(self, on_host: Callable[[], None], launch: Callable[[Any], None]) -> None:
-        """What happens to a flag on the communication stream; ``launch`` is given the kernels of a GPU."""
-        assert self._forked, "flags are waited for and written between fork() and join()"
+        """What happens on the communication stream beside collectives; ``launch`` is given the kernels of a GPU."""
+        assert self._forked, "flags are waited for and written, and copies made, between fork() and join()"
         if (stream := self._device_stream()) is None:
             assert self._host is not None
             self._host.submit(on_host)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from axo_kernels.comm.communicator import CommunicatorProtocol
-from axo_kernels.fused.strategies import gathered
+from axo_kernels.fused.strategies import Way, gathered, split_gather
 from axo_kernels.gemm.layout import as_row_major, product_of
 
 SCALINGS = ("tensor", "row")
@@ -121,9 +121,18 @@ def multiply_packed(a: torch.Tensor, matrix: torch.Tensor, scaling: str) -> torc
     """``(m, k)`` of numbers, (n, k) packed -> ``A W^T``, ``(m, n)`` in a's dtype."""
     if not len(a) * len(matrix):
         return a.new_zeros(len(a), len(matrix))
-    weight, left = unpacked(matrix), rounded(a, formats(a.device)[0], scaling, 1)
-    left = Rounded(left.data, left.scale.expand(len(a), 1).contiguous())
-    return multiply(left, Rounded(weight.data.T, weight.scale.T.contiguous()), a.dtype)
+    return _multiply_rounded(_rounded_rows(a, scaling), matrix, a.dtype)
+
+
+def _rounded_rows(a: torch.Tensor, scaling: str) -> Rounded:
+    """The left operand of a product with a packed matrix, which wants a scale a row."""
+    left = rounded(a, formats(a.device)[0], scaling, 1)
+    return Rounded(left.data, left.scale.expand(len(a), 1).contiguous())
+
+
+def _multiply_rounded(left: Rounded, matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    weight = unpacked(matrix)
+    return multiply(left, Rounded(weight.data.T, weight.scale.T.contiguous()), dtype)
 
 
 def multiply_grad_packed(grad: torch.Tensor, matrix: torch.Tensor, scaling: str) -> torch.Tensor:
@@ -183,31 +192,63 @@ class _MatmulFp8(torch.autograd.Function):
         return grad_a, grad_b, None
 
 
-def all_gather_matmul_fp8(a: torch.Tensor, shard: torch.Tensor, comm: CommunicatorProtocol) -> torch.Tensor:
+def run_all_gather_fp8(
+    a: torch.Tensor, shard: torch.Tensor, comm: CommunicatorProtocol, way: Way
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``A W^T`` and the packed W, whose rows are rounded, then gathered; without autograd.
+
+    ``split`` multiplies its own rows while the first chunks travel, then each chunk as it comes. A is rounded once.
+    """
+    mine = shard.new_empty((shard.shape[0], shard.shape[1] + SCALE_BYTES), dtype=torch.uint8)
+    pack(shard, mine, "row")
+    if way.strategy == "signal":
+        raise ValueError("all_gather_matmul_fp8: strategy='signal': no kernel of ours multiplies in fp8; use 'split'")
+    _, order = way.begin("all_gather_matmul_fp8", a, "NT", "all_gather", len(mine), comm)
+    if way.strategy == "serial":
+        whole = gathered(mine, comm)
+        return multiply_packed(a, whole, "row"), whole
+    out = a.new_empty((len(a), comm.size * len(mine)))
+    left = _rounded_rows(a, "row") if len(a) else Rounded(a, a)
+
+    def part(_: torch.Tensor, rows: torch.Tensor, *, out: torch.Tensor, bias: None = None) -> torch.Tensor:
+        """Rows of one rank (n, k) into (m, n), or of neighbours (ranks, n, k) into (ranks, m, n), as one product."""
+        if out.numel():
+            found = _multiply_rounded(left, rows.flatten(0, -2), a.dtype)
+            out.copy_(found if rows.dim() == 2 else found.unflatten(1, rows.shape[:2]).transpose(0, 1))
+        return out
+
+    kept = split_gather(mine, a, out, comm, order, "b", part, None, keep=True)
+    assert kept is not None
+    return out, kept
+
+
+def all_gather_matmul_fp8(
+    a: torch.Tensor, shard: torch.Tensor, comm: CommunicatorProtocol, *, strategy: str = "serial", chunks: int = 4
+) -> torch.Tensor:
     """``A W^T`` with W's rows gathered in fp8: half of bf16's bytes, and ``SCALE_BYTES`` more a row.
 
     Args:
         a: ``(M, K)``.
-        shard: ``(N / size, K)``, this rank's rows of the weight.
+        shard: ``(N / size, K)``, this rank's rows of the weight; on a GPU ``"split"`` wants a multiple of 16 of them.
         comm: From ``axo_kernels.adapt``.
+        strategy: ``"serial"`` or ``"split"``; ``Tuner.choose_fused("all_gather_matmul_fp8", ...)`` measures which.
+        chunks: Pieces of the shard's rows; ignored by ``"serial"``.
 
     Returns:
         ``(M, N)``. The gradient of the shard is reduced over the ranks in the operands' dtype, as their sum.
     """
     product_of(a, shard, "NT")
-    result: torch.Tensor = _AllGatherMatmulFp8.apply(a, shard, comm)
+    result: torch.Tensor = _AllGatherMatmulFp8.apply(a, shard, comm, Way(strategy, chunks))
     return result
 
 
 class _AllGatherMatmulFp8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, shard, comm):  # type: ignore[no-untyped-def]
-        mine = shard.new_empty((shard.shape[0], shard.shape[1] + SCALE_BYTES), dtype=torch.uint8)
-        pack(shard, mine, "row")
-        whole = gathered(mine, comm)
+    def forward(ctx, a, shard, comm, way):  # type: ignore[no-untyped-def]
+        out, whole = run_all_gather_fp8(a, shard, comm, way)
         ctx.save_for_backward(a, whole)
         ctx.comm, ctx.dtype = comm, shard.dtype
-        return multiply_packed(a, whole, "row")
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -221,4 +262,4 @@ class _AllGatherMatmulFp8(torch.autograd.Function):
             block = multiply(rounded(grad.T, wide, "row", 1), rounded(a, narrow, "row", 0), ctx.dtype)
             grad_shard = block.new_empty((block.shape[0] // ctx.comm.size, block.shape[1]))
             ctx.comm.reduce_scatter(grad_shard, block).wait()
-        return grad_a, grad_shard, None
+        return grad_a, grad_shard, None, None

@@ -194,6 +194,9 @@ def run_all_gather(
     """Gather one operand's shards (rows, dim 0) and multiply; return the product and, with ``keep``, what was gathered.
 
     ``gather="a"``: A's rows are rows of the result (NN, NT). ``gather="b"``: B's rows are columns of the result (NT).
+    What is kept is in rank order, since the backward pass sums over these rows and reads them at one stride; a chunk
+    comes with its ranks side by side. So it is copied once; by ``signal`` on the communication stream, which a
+    communicator that is no :class:`FusedCommunicator` does not lend.
     """
     if not gathers(gather, layout):
         raise ValueError(
@@ -213,16 +216,19 @@ def run_all_gather(
     out = torch.empty((m, n), dtype=a.dtype, device=a.device)
     product = Product(layout, m, n, product.k, a.dtype)
     if way.strategy == "split":
-        return out, _split_gather(shard, other, out, comm, order, gather, multiply, bias, keep)
+        return out, split_gather(shard, other, out, comm, order, gather, multiply, bias, keep)
     comm = way.on(comm)
     workspace = comm.workspaces.get("all_gather_matmul " + gather, order, product, a.device)
     workspace.advance()
     packed = workspace.buffer((comm.size * rows, depth), a.dtype, a.device)
     mine = [_own_rows(packed[slice(*order.packed(chunk))], shard, order, chunk) for chunk in range(order.chunks)]
+    kept = shard.new_empty((comm.size, rows, depth)) if keep else None
     comm.fork(a.device)
     for chunk in range(order.chunks):  # the producer of the flags comes first in host order
         comm.all_gather(packed[slice(*order.packed(chunk))], mine[chunk])
         comm.write_flag(workspace, chunk)
+    if kept is not None and isinstance(comm, FusedCommunicator):  # behind the last flag: nothing waits but the end
+        _copy_chunks(kept, packed, order, comm.copy)
     first, second = (packed, other) if gather == "a" else (other, packed)
     try:
         SegmentedProduct(product, workspace, comm, bias, way.config).consume(first, second, out, gather)
@@ -230,15 +236,20 @@ def run_all_gather(
         comm.abandon()
         raise
     comm.join()
-    if not keep:
-        return out, None
-    full = shard.new_empty((comm.size, rows, depth))
+    if kept is not None and not isinstance(comm, FusedCommunicator):
+        _copy_chunks(kept, packed, order, torch.Tensor.copy_)
+    return out, None if kept is None else kept.view(-1, depth)
+
+
+def _copy_chunks(
+    kept: torch.Tensor, packed: torch.Tensor, order: ChunkOrder, copy: Callable[[torch.Tensor, torch.Tensor], object]
+) -> None:
+    """Give each chunk's rows their places in rank order."""
     for chunk, (start, stop) in enumerate(order.bounds):
-        full[:, start:stop] = packed[slice(*order.packed(chunk))].view(comm.size, stop - start, depth)
-    return out, full.view(-1, depth)
+        copy(kept[:, start:stop], packed[slice(*order.packed(chunk))].unflatten(0, (order.size, stop - start)))
 
 
-def _split_gather(
+def split_gather(
     shard: torch.Tensor,
     other: torch.Tensor,
     out: torch.Tensor,

@@ -252,6 +252,7 @@ def _launch(
         described = uses_descriptors(target, left, descriptors)
         config = shrink(default_config(target, left.dtype, described, purpose_of(target, wide, activation)), product)
         config = split_short(cut_to_fit(config, target, left.dtype, out.dtype, wide), product, target)
+        config = cut_to_fit(config, target, left.dtype, out.dtype, wide)  # the fp32 sums of pieces take more room
     if config.descriptors and not descriptors:
         raise ValueError(
             f"matmul {product.name}: configuration '{config.name}' needs 2-D operands with 16-byte bases and strides; "

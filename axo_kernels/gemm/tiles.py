@@ -302,13 +302,14 @@ def split_short(config: Config, product: Product, target: Target) -> Config:
         and not config.groups
         and 2 * pieces * tiles <= target.units
         and product.k >= 16 * pieces * config.block_k
-        and pieces < _PIECES
+        and pieces < PIECES[-1]
     ):
         pieces *= 2
-    return replace(config, split_k=pieces) if target.arch != "cpu" else config
+    return replace(config, split_k=pieces) if pieces > 1 and target.arch != "cpu" else config
 
 
-_PIECES = 8
+# Into how many pieces K may be cut.
+PIECES = (2, 4, 8)
 
 
 def _cut(block: int, size: int) -> int:
@@ -343,16 +344,35 @@ def cut_to_fit(
 
 
 def candidates(target: Target, product: Product, descriptors: bool) -> list[Config]:
-    """Return every configuration that the tuner may choose for this product, best guesses first.
+    """Return the configurations that are worth a try for this product, best guesses first; :func:`tried` says how far
+    the tuner goes.
 
     The list is ordered by the estimated share of useful work: waves that are full, tiles that are not padding. Behind
-    the best guess stand its variants: K in pieces where waves are short, another order of tiles, nested loops, on AMD
-    the compiler's hints.
+    the best guess stand its variants: another order of tiles and nested loops, on AMD the compiler's hints. A guess
+    that cuts K has fewer tiles than the device has programs, and so no order and no loop of them to vary.
     """
     if target.arch == "cpu":
         return []
+    # not in the cache: bench.kernels empties HOPPER where that kernel hangs
+    grouped = [config for config in HOPPER if config.fits(target, product.dtype)] if descriptors else []
+    found = [*grouped, *_tiles(target, product.dtype, descriptors)]
+    shorts = [short for config in found if (short := split_short(config, product, target)) != config]
+    found += [short for short in shorts if short.fits(target, product.dtype)]  # fp32 sums take more room
+    found.sort(key=lambda config: -estimate(config, product, target))
+    plain = next((config for config in found if not config.groups), None)
+    if plain is not None:
+        place = found.index(plain) + 1
+        orders = [replace(plain, group_m=16), replace(plain, flatten=False)] if plain.split_k == 1 else []
+        hints = [] if target.nvidia else [replace(plain, nonkdim=16), replace(plain, waves_per_eu=2)]
+        found[place:place] = [*orders, *hints]
+    return found
+
+
+@cache
+def _tiles(target: Target, dtype: torch.dtype, descriptors: bool) -> tuple[Config, ...]:
+    """All tiles of the plain language that fit a device."""
     vendor = "nvidia" if target.nvidia else "amd"
-    found = list(HOPPER) if descriptors else []
+    found = []
     for block_m, block_n, warps in _SHAPES[vendor]:
         for block_k, stages in _DEPTHS[vendor]:
             for kind in (True, False) if descriptors else (False,):
@@ -361,25 +381,31 @@ def candidates(target: Target, product: Product, descriptors: bool) -> list[Conf
                         block_m, block_n, block_k, warps=warps, stages=stages, descriptors=kind, parts=2 if kind else 1
                     )
                 )
-    found = [config for config in found if config.fits(target, product.dtype)]
-    found += [short for config in found if (short := split_short(config, product, target)) != config]
-    found.sort(key=lambda config: -estimate(config, product, target))
-    plain = next((config for config in found if not config.groups), None)
-    if plain is not None:
-        place = found.index(plain) + 1
-        hints = [] if target.nvidia else [replace(plain, nonkdim=16), replace(plain, waves_per_eu=2)]
-        found[place:place] = [replace(plain, group_m=16), replace(plain, flatten=False), *hints]
-    return found
+    return tuple(config for config in found if config.fits(target, dtype))
 
 
-# The kernel in Gluon: tiles of its own for each group, in turns, or the halves of a larger one.
+def tried(target: Target, product: Product, descriptors: bool, count: int) -> list[Config]:
+    """The configurations that the tuner times and may choose: the first ``count`` of those in the plain language, and
+    all of the kernel for Hopper, whose ways of hiding stores the estimate does not know: they take nobody's place."""
+    found = candidates(target, product, descriptors)
+    plain = [config for config in found if not config.groups][:count]
+    return [config for config in found if config.groups or config in plain]
+
+
+# How many the tuner tries where nobody asks for more.
+TRIED = 8
+
+
+# The kernel in Gluon: tiles of its own for each group, in turns, or the halves of a larger one; each walked in rows of
+# 8 tiles and of 16. It has no loop to flatten: the warp that loads runs ahead into the next tile by itself.
 HOPPER = tuple(
-    Config(block_m, block_n, 64, warps=4, stages=stages, descriptors=True, parts=parts, groups=groups)
+    Config(block_m, block_n, 64, group_m, warps=4, stages=stages, descriptors=True, parts=parts, groups=groups)
     for groups, block_m, block_n, stages, parts in (
         ("shared", 128, 256, 4, 2),
         ("shared", 256, 128, 4, 2),
         ("pingpong", 128, 128, 5, 1),
     )
+    for group_m in (8, 16)
 )
 _SHAPES = {
     "nvidia": ((128, 256, 8), (256, 128, 8), (128, 128, 8), (128, 128, 4), (64, 256, 4), (128, 64, 4), (64, 64, 4)),
@@ -410,7 +436,8 @@ def estimate(config: Config, product: Product, target: Target) -> float:
 
     Losses: the last wave is not full, tiles at the border compute padding, a small tile reads its operands more often
     (intensity, in flops a byte, against 256 flops a byte of shared memory traffic), and pieces of K are written, read
-    and added (at 200 flops a byte of memory). bench.roofline says what share of the peak to expect.
+    and added (at 200 flops a byte of memory). Filling the pipeline costs no less where its steps are shorter than 64:
+    there are more of them, each with its barrier. bench.roofline says what share of the peak to expect.
     """
     tiles_m = -(-product.m // config.block_m)
     tiles_n = -(-product.n // config.block_n)
@@ -421,7 +448,7 @@ def estimate(config: Config, product: Product, target: Target) -> float:
     useful = product.m * product.n / (tiles_m * config.block_m * tiles_n * config.block_n)
     intensity = 2 * config.block_m * config.block_n / ((config.block_m + config.block_n) * product.dtype.itemsize)
     per_piece = product.k / config.split_k
-    depth = per_piece / (per_piece + 2 * config.block_k)
+    depth = per_piece / (per_piece + 2 * max(64, config.block_k))
     pieces = 1.0 if config.split_k == 1 else product.k / (product.k + 200 * 4 * config.split_k)
     kind = 1.0 if config.descriptors or not target.descriptors else 0.85
     return full * useful * min(1.0, intensity / 85) * depth * kind * pieces

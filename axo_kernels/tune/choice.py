@@ -12,13 +12,14 @@ from axo_kernels import device as devices
 from axo_kernels.fused.strategies import STRATEGIES
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, relayout, stored_shapes
 from axo_kernels.gemm.matmul import describable
-from axo_kernels.gemm.tiles import Config, candidates, fused_candidates
+from axo_kernels.gemm.tiles import Config, fused_candidates, tried
 
 # "behind_dw" is dI's: what has not travelled by the end of the product does so behind the product dW. "kept": what was
-# gathered is wanted in rank order too, for the backward pass.
+# gathered is wanted in rank order too, for the backward pass. "fp8": axo_kernels.fused.fp8, which keeps it as well.
 FUSED = (
     "all_gather_matmul",
     "all_gather_matmul_kept",
+    "all_gather_matmul_fp8",
     "matmul_all_reduce",
     "matmul_all_reduce_behind_dw",
     "matmul_reduce_scatter",
@@ -135,12 +136,10 @@ def vendor_choices(product: Product, copy_share: float) -> list[Choice]:
 
 
 def plain_choices(product: Product, device: torch.device, configs: int) -> list[Choice]:
-    """Candidates for a product: the vendor library's modes; the Triton configurations that an estimate puts first, and
-    all of the kernel for Hopper, whose ways of hiding stores the estimate does not know."""
+    """Candidates for a product: the vendor library's modes, and the Triton configurations of :func:`tried`."""
     found = vendor_choices(product, _FLOPS_A_BYTE["cuda" if device.type == "cuda" else "cpu"])
     if device.type == "cuda" and devices.runs_triton(device):
-        tiles = candidates(devices.target_of(device), product, _described(product))
-        tiles = tiles[:configs] + [config for config in tiles[configs:] if config.groups]
+        tiles = tried(devices.target_of(device), product, _described(product), configs)
         found += [Choice("triton", product.layout, config) for config in tiles]
     return found
 
@@ -161,6 +160,7 @@ def fused_choices(
 
     Chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out, as on a GPU that has no
     more multiprocessors than it leaves to the communication: the cap and ``held``, or ``reserved`` without ``caps``).
+    In fp8 torch's product is all there is: serial and in chunks, of whose rows torch._scaled_mm wants multiples of 16.
     """
     whole = product
     if operation.startswith("all_gather"):
@@ -168,13 +168,18 @@ def fused_choices(
         whole = replace(product, **{_ROWS[gather]: size * rows})
     else:
         rows = product.m // (size if operation == "matmul_reduce_scatter" else 1)
+    counts = [chunks for chunks in (2, 4, 8) if chunks <= rows // (128 if device.type == "cuda" else 8)]
+    if operation == "all_gather_matmul_fp8":
+        return [
+            Choice("vendor", product.layout),
+            *(Choice("vendor", product.layout, strategy="split", chunks=chunks) for chunks in counts if rows % 16 == 0),
+        ]
     plain = replace(choose(whole, device), seconds=0.0, baseline=0.0)
     found = [Choice("vendor", product.layout)]
     if plain != found[0]:
         found.append(plain)
     if plain.layout != product.layout:  # would copy the whole operand for each chunk
         plain = found[0]
-    counts = [chunks for chunks in (2, 4, 8) if chunks <= rows // (128 if device.type == "cuda" else 8)]
     found += [replace(plain, strategy="split", chunks=chunks) for chunks in counts]
     if device.type == "cuda" and devices.runs_triton(device):
         target = devices.target_of(device)

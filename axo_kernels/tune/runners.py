@@ -10,6 +10,7 @@ import torch
 
 from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.device import target_of
+from axo_kernels.fused.fp8 import run_all_gather_fp8
 from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import as_row_major, laid_out, relayout
 from axo_kernels.gemm.matmul import describable, matmul, vendor_matmul
@@ -85,6 +86,8 @@ def run_fused(
     """Run a fused operation to its end as chosen."""
     a, b = operands
     way = way_of(choice, stored)
+    if operation == "all_gather_matmul_fp8":
+        return run_all_gather_fp8(a, b, comm, way)[0]
     if operation in ("matmul_all_reduce", "matmul_all_reduce_behind_dw"):
         out, finish = start_all_reduce(a, b, comm, stored, way)
         if operation == "matmul_all_reduce_behind_dw":

@@ -8,14 +8,17 @@ earlier process is no proof, since drivers change. One that is wrong is reported
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from axo_kernels.device import target_of
 from axo_kernels.gemm.layout import Product, stored_shapes
 from axo_kernels.gemm.matmul import vendor_matmul
+from axo_kernels.gemm.tiles import Config
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.runners import Runner
 
@@ -23,21 +26,31 @@ from axo_kernels.tune.runners import Runner
 # which are six times that. A step of K that is left out, or taken twice, is 1 / sqrt(steps).
 _LIMITS = {torch.bfloat16: 12 * 2.0**-8, torch.float16: 12 * 2.0**-11, torch.float32: 1e-3}
 _ROWS = 2048  # of the result, compared at once
+# Tiles of a program, of which no more ways are known: one; its ring and its buffers once more, or the other group's
+# turn; and, of a group of pingpong's, a tile behind its first.
+_TURNS = 3
 
 
-def shape_class(choice: Choice, product: Product) -> tuple[Any, ...]:
-    """What two products share that take the same way through the kernel: borders, short sums."""
+def shape_class(choice: Choice, product: Product, units: int) -> tuple[Any, ...]:
+    """What two products share that take the same way through the kernel: borders, short sums, tiles of a program.
+
+    Args:
+        units: Multiprocessors of the device: the kernel launches a program for each.
+    """
     config = choice.config
     assert config is not None
     borders = (product.m % config.block_m, product.n % config.block_n, product.k % config.block_k)
     short = product.k <= config.block_k * config.stages
-    return (config, product.layout, product.dtype, *(bool(rest) for rest in borders), short)
+    tiles = math.ceil(product.m / config.block_m) * math.ceil(product.n / config.block_n)
+    turns = min(_TURNS, math.ceil(tiles / units))
+    return (config, product.layout, product.dtype, *(bool(rest) for rest in borders), short, turns)
 
 
 class Trust:
     """What has been compared so far; ``run(choice)`` gives how a choice is run: (a, b, out=, bias=, accumulate=)."""
 
     def __init__(self, run: Callable[[Choice], Runner]) -> None:
+        self.error: Exception | None = None  # the last that a kernel raised
         self._run = run
         self._known: dict[tuple[Any, ...], str] = {}
 
@@ -45,7 +58,7 @@ class Trust:
         """What is wrong with a choice for products of this class; "" when nothing is. Reported once, as a warning."""
         if choice.config is None or not choice.config.groups:
             return ""
-        key = (*shape_class(choice, product), device)
+        key = (*shape_class(choice, product, target_of(device).units), device)
         if key not in self._known:
             self._known[key] = found = self._look(choice, product, device)
             if found:
@@ -73,10 +86,13 @@ class Trust:
                 got = run(a, b, out=master.clone() if "accumulate" in extra else out, **extra)
                 off = _largest_gap(got, expected)
                 if not off < _LIMITS[limit]:
-                    return f"{name} {product.name} is off by {off:.1e} of its root mean square"
+                    where = _where(got, expected, _LIMITS[limit], choice.config)
+                    return f"{name} {product.name} is off by {off:.1e} of its root mean square: {where}"
         except Exception as error:
-            told = str(error).splitlines() or [""]
-            return f"{product.name}: {type(error).__name__}: {told[0][:200]}"
+            self.error = error
+            told = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+            ends = dict.fromkeys((told[0][:200], told[-1][:200]))  # a compiler says last what is wrong
+            return f"{product.name}: {type(error).__name__}: {' ... '.join(ends)}"
         return ""
 
 
@@ -86,3 +102,24 @@ def _largest_gap(got: torch.Tensor, expected: torch.Tensor) -> float:
         (left.float() - right).abs().amax() for left, right in zip(got.split(_ROWS), expected.split(_ROWS), strict=True)
     ]
     return float(torch.stack(gaps).amax() / expected.square().mean().sqrt())
+
+
+def _where(got: torch.Tensor, expected: torch.Tensor, limit: float, config: Config | None) -> str:
+    """Which elements are off: from this alone a fault has to be found, where the device is gone."""
+    assert config is not None
+    allowed = limit * expected.square().mean().sqrt()
+    pairs = list(zip(got.split(_ROWS), expected.split(_ROWS), strict=True))
+    wrong = torch.cat([~((left.float() - right).abs() < allowed) for left, right in pairs])  # NaN too
+    missing = sum(int(left.isnan().sum()) for left, _ in pairs)
+    rows, columns = (wrong.any(dim).nonzero().flatten() for dim in (1, 0))
+    # tiles are those of the configuration in any case, also where a group has half of one
+    tiles = torch.nn.functional.max_pool2d(wrong[None, None].float(), (config.block_m, config.block_n), ceil_mode=True)[
+        0, 0
+    ]
+    off = tiles.nonzero()
+    first = ", ".join(f"({row}, {column})" for row, column in off[:4].tolist())
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} elements ({missing} NaN), rows {int(rows[0])} to {int(rows[-1])}, "
+        f"columns {int(columns[0])} to {int(columns[-1])}, {len(off)} of {tiles.numel()} tiles of {config.block_m}x"
+        f"{config.block_n}: {first}{', ...' if len(off) > 4 else ''}"
+    )

@@ -19,13 +19,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from axo_kernels import device as devices
 from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.gemm.layout import Product, laid_out, product_of, stored_shapes
+from axo_kernels.gemm.tiles import TRIED
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import FUSED, Choice, from_json, fused_choices, fused_name, plain_choices, usable
 from axo_kernels.tune.runners import SHORTEST, Runner, run_fused, runner
@@ -52,6 +53,14 @@ class LayerChoice:
     baseline: float
 
 
+class LeftOut(NamedTuple):
+    """A candidate that was not timed, and why."""
+
+    name: str  # of what was measured, as in the cache
+    choice: str
+    why: str
+
+
 class Tuner:
     """Chooses and remembers. Not thread-safe.
 
@@ -59,9 +68,10 @@ class Tuner:
         mode: ``"off"``, ``"cached"``, ``"first-step"``; None reads ``AXO_TUNE``.
         comm: Ranks that decide together. Then all of them must ask for the same products in the same order.
         cache: Where choices are kept; None: the user's cache folder, keyed by device and versions.
-        progress: Called with (done, total, name) while measuring.
+        progress: Called with (done, total, name) while measuring; the name says which candidate comes next.
         configs: Triton configurations measured for each product, best guesses first.
         budget: Seconds for the timed rounds of one product.
+        rounds: Of these at most so many.
     """
 
     def __init__(
@@ -71,8 +81,9 @@ class Tuner:
         comm: FusedCommunicator | None = None,
         cache: Cache | None = None,
         progress: Callable[[int, int, str], None] | None = None,
-        configs: int = 8,
+        configs: int = TRIED,
         budget: float = 1.0,
+        rounds: int = 25,
     ) -> None:
         mode = mode or os.environ.get("AXO_TUNE") or "cached"
         if mode not in MODES:
@@ -81,9 +92,11 @@ class Tuner:
         self.comm = comm
         self.configs = configs
         self.budget = budget
+        self.rounds = rounds
         self.measured = 0  # products that this tuner has timed; a warm cache leaves it at 0
         self.calls = 0  # products that went through matmul()
         self.seen: dict[str, list[tuple[Choice, float]]] = {}  # every right candidate and its time, by product
+        self.left_out: list[LeftOut] = []
         self._progress = progress
         self._caches: dict[torch.device, Cache] = {}
         self._given = cache
@@ -237,7 +250,7 @@ class Tuner:
             return known
         entry = self.cache(device).get(name)
         found = from_json(entry) if entry is not None else None
-        if found is not None and not (usable(found, product, device) and self._trusted(found, product, device)):
+        if found is not None and (not usable(found, product, device) or self._distrusted(found, product, device)):
             found = None
         if self.comm is not None and self.comm.size > 1:
             # One choice for all, whatever each rank has on disk.
@@ -250,10 +263,10 @@ class Tuner:
         chosen = self._choices[name] = found or Choice("vendor", product.layout)
         return chosen
 
-    def _trusted(self, choice: Choice, product: Product, device: torch.device) -> bool:
-        """Whether a kernel that nothing but a GPU can run is right there; True for every other choice."""
+    def _distrusted(self, choice: Choice, product: Product, device: torch.device) -> str:
+        """What is wrong with a kernel that nothing but a GPU can run; "" for every other choice."""
         trust = self._trust.setdefault(product.layout, Trust(partial(runner, stored=product.layout)))
-        return not trust.complaint(choice, product, device)
+        return trust.complaint(choice, product, device)
 
     def _measure(
         self,
@@ -274,14 +287,19 @@ class Tuner:
             reference = run(choices[0], operands)
             right = [choices[0]]
             for index, choice in enumerate(choices[1:], 1):
-                self._tell(index, len(choices), name)
-                right += [choice] * self._is_right(choice, product, operands, reference, run, device)
+                self._tell(index, len(choices), f"{name}: {choice.name}")
+                why = self._complaint(choice, product, operands, reference, run, device)
+                if why:
+                    self.left_out.append(LeftOut(name, choice.name, why))
+                else:
+                    right.append(choice)
+            self._tell(len(choices), len(choices), f"{name}: times")
             calls = [partial(run, choice, operands) for choice in right]
             # Two stages: a short look leaves out what is far behind, the rest is timed in turns.
             quick = self._together([timing.seconds for timing in paired(calls, device, rounds=3, warmup=1)])
             self.seen[name] = list(zip(right, quick, strict=True))
             near = [index for index, seconds in enumerate(quick) if index == 0 or seconds < 1.25 * min(quick)]
-            rounds = max(5, min(25, int(self.budget / max(1e-6, sum(quick[index] for index in near)))))
+            rounds = max(5, min(self.rounds, int(self.budget / max(1e-6, sum(quick[index] for index in near)))))
             timings = paired([calls[index] for index in near], device, rounds=rounds, warmup=1)
             ratios = self._together([timing.ratio for timing in timings])
             late = self._together([timing.late_ratio for timing in timings])
@@ -297,7 +315,7 @@ class Tuner:
         assert agreed is not None
         return agreed
 
-    def _is_right(
+    def _complaint(
         self,
         choice: Choice,
         product: Product,
@@ -305,19 +323,31 @@ class Tuner:
         reference: torch.Tensor,
         run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
         device: torch.device,
-    ) -> bool:
-        """Run a candidate once; one that fails, or is wrong on any rank, is never timed."""
-        fused = choice.strategy != "serial"
+    ) -> str:
+        """Run a candidate once; says why it is not to be timed: it fails, or is wrong, on any rank.
+
+        Raises:
+            RuntimeError: The device has stopped working in it.
+        """
+        fused, why = choice.strategy != "serial", ""
         try:
-            if not self._trusted(choice, product, device):
-                raise ValueError(choice.name)
-            error = relative_error(run(choice, operands), reference)
-        except Exception:
+            why = self._distrusted(choice, product, device)
+            if why and fused:
+                raise ValueError(f"{choice.name}: {why}")
+            if not why:
+                error, limit = relative_error(run(choice, operands), reference), _LIMITS[reference.dtype]
+                why = "" if error < limit else f"off by {error:.1e}"
+        except Exception as error:
             if fused:  # the other ranks are inside the same operation: this cannot be survived alone
                 raise
-            error = float("inf")
-        limit = _LIMITS[reference.dtype]
-        return self._together([0.0 if error < limit else 1.0])[0] == 0.0
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[-500:]}"  # a compiler says last what is wrong
+        if why and device.type == "cuda":
+            try:
+                torch.cuda.synchronize(device)
+            except Exception as error:
+                raise RuntimeError(f"the device has stopped working in '{choice.name}': {why}") from error
+        agreed = self._together([1.0 if why else 0.0])[0] == 0.0
+        return "" if agreed else why or "it failed, or was wrong, on another rank"
 
     def _together(self, values: list[float]) -> list[float]:
         return values if self.comm is None else self.comm.maximum(values)

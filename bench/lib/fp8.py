@@ -21,7 +21,7 @@ from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shape
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.tune.timing import paired, relative_error
 
-from .attempts import attempt
+from .attempts import attempt, case
 
 COLUMNS = {"product": "s", "scaling": "s", "torch_tflops": ".3f", "fp8_ratio": ".3f", "rounded_ratio": ".3f"}
 SHAPES = ((8192, 8192, 8192), (4096, 16384, 4096), (4096, 4096, 16384))
@@ -43,17 +43,26 @@ def right(device: torch.device, table: Any, dry: bool) -> None:
                     exact = (left.data.double() @ right.data.double()) * left.scale.double() * right.scale.double()
                     for dtype in (torch.bfloat16, torch.float32):
                         kinds = " x ".join(str(kind).removeprefix("torch.float8_") for kind in formats)
-                        error = relative_error(fp8.multiply(left, right, dtype), exact)
                         name = f"fp8 {layout} {m}x{n}x{k} {kinds} a scale a {scaling} -> {dtype}"
-                        table.add(check=name, error=error, limit=LIMIT)
+                        case(f"fp8: {name}", partial(_check, name, left, right, dtype, exact, table), device, table)
+
+
+def _check(name: str, left: Any, right: Any, dtype: torch.dtype, exact: torch.Tensor, table: Any) -> None:
+    table.add(check=name, error=relative_error(fp8.multiply(left, right, dtype), exact), limit=LIMIT)
 
 
 def measure(
-    shapes: Sequence[tuple[int, int, int]], device: torch.device, table: Any, rounds: int, seconds: float
+    shapes: Sequence[tuple[int, int, int]],
+    device: torch.device,
+    table: Any,
+    rounds: int,
+    seconds: float,
+    each: float | None = None,
 ) -> int:
     """Time each shape and scaling that the table lacks; returns how many are left after so many seconds.
 
-    What fails leaves the rest their turn, unless the device has stopped working.
+    What fails leaves the rest their turn, unless the device has stopped working. One that takes longer than ``each``
+    seconds hangs, and the process ends itself.
     """
     measured = {(row["product"], row["scaling"]) for row in table.rows}
     products = [Product("NT", m, n, k, torch.bfloat16) for m, n, k in shapes]
@@ -71,8 +80,8 @@ def measure(
         if time.perf_counter() - started > seconds:
             table.note(f"stopped after {seconds:.0f} s: {len(cases) - index} products in fp8 not measured")
             return len(cases) - index
-        case = partial(_case, product, scaling, device, table, rounds)
-        if not attempt(_name(product, scaling), case, device, table):
+        timed = partial(_case, product, scaling, device, table, rounds)
+        if not attempt(_name(product, scaling), timed, device, table, each):
             left = len(cases) - index - 1
             table.note(f"the device stopped working: {left} products in fp8 not measured")
             return left

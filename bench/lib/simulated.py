@@ -2,14 +2,15 @@
 
 For tests and for measuring overlap on one device. Results are those of real ranks with equal data (an all-reduce gives
 ``size * tensor``); each collective also occupies the wire for the time that a ring would need. On a GPU the wire is a
-stream with a spinning block, so it takes one multiprocessor, as a communication library would take a few; on a CPU it
-is a thread that sleeps. What it does not show: contention of real traffic with the product for memory and caches.
+stream with a spinning block (by the clock of nanoseconds: wire.py), so it takes one multiprocessor, as a communication
+library would take a few; on a CPU it is a thread that sleeps. What it does not show: contention of real traffic with
+the product for memory and caches.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +35,7 @@ class SimulatedCommunicator(FusedCommunicator):
     def __init__(self, size: int, bandwidth: float, device: torch.device, timeout: float = 60.0) -> None:
         super().__init__(0, size, timeout)
         self.bandwidth = bandwidth
-        self._cycles = _cycles_a_second() if device.type == "cuda" else 0.0
+        self._hold = holder(device) if device.type == "cuda" else time.sleep
         self._wire: Any = torch.cuda.Stream(device) if device.type == "cuda" else HostStream("simulated wire")
 
     @contextmanager
@@ -75,7 +76,7 @@ class SimulatedCommunicator(FusedCommunicator):
         if isinstance(self._wire, HostStream):
 
             def act() -> None:
-                time.sleep(seconds)
+                self._hold(seconds)
                 with torch.no_grad():
                     if self._effects:
                         effect()
@@ -83,7 +84,7 @@ class SimulatedCommunicator(FusedCommunicator):
             return self._wire.submit(act)
         self._wire.wait_stream(torch.cuda.current_stream(self._wire.device))
         with torch.cuda.stream(self._wire), torch.no_grad():
-            torch.cuda._sleep(int(seconds * self._cycles))
+            self._hold(seconds)
             if self._effects:
                 effect()
             return _Recorded(self._wire.record_event())
@@ -99,13 +100,41 @@ class _Recorded:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-def _cycles_a_second() -> float:
-    """Speed of the device's clock as torch's sleep counts it, measured while it is awake."""
+def holder(device: torch.device) -> Callable[[float], None]:
+    """How to keep the current stream busy for so many seconds: by the clock of nanoseconds, where that is shown to keep
+    time; else by cycles, whose number a second falls while the card multiplies."""
+    try:
+        from .wire import hold
+
+        def by_time(seconds: float) -> None:
+            hold[(1,)](int(seconds * 1e9), num_warps=1)
+
+        if device in _KEEPS_TIME:
+            return by_time
+        by_time(1e-6)  # compiles
+        # the shortest of some: another process may have the device meanwhile
+        took = min(took_on_device(lambda: by_time(_TRIED)) for _ in range(5))
+        if abs(took / _TRIED - 1) < 0.05:
+            _KEEPS_TIME.add(device)
+            return by_time
+        told = f"{_TRIED:g} s took {took:g}"
+    except Exception as error:  # AMD, another Triton
+        told = f"{type(error).__name__}: {str(error)[:200]}"
+    print(f"the simulated link counts cycles: {told}", flush=True)
+    rate = _CYCLES / took_on_device(lambda: torch.cuda._sleep(_CYCLES))
+    return lambda seconds: torch.cuda._sleep(int(seconds * rate))
+
+
+_KEEPS_TIME: set[torch.device] = set()  # where it has been shown; where it has not, it is tried again
+_TRIED, _CYCLES = 2e-3, 20_000_000
+
+
+def took_on_device(call: Callable[[], object]) -> float:
+    """Seconds that it keeps the current stream busy, while the device is awake."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    cycles = 20_000_000
-    torch.cuda._sleep(cycles)
+    torch.cuda._sleep(_CYCLES)
     start.record()
-    torch.cuda._sleep(cycles)
+    call()
     stop.record()
     stop.synchronize()
-    return cycles / (start.elapsed_time(stop) / 1e3)
+    return float(start.elapsed_time(stop)) / 1e3

@@ -6,11 +6,13 @@ The first JSON line says where the numbers come from: device, versions, commit, 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import platform
 import subprocess
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,27 @@ import axo
 import axo_kernels
 
 _KEPT = {"section", "failed"}  # notes that a run goes on with
-_MARKS = {"bench", "begun", "over"}  # lines that are no rows
+_MARKS = {"bench", "begun", "begins", "over"}  # lines that are no rows
+_TRACE = 6000  # characters of a traceback that are kept: its end, where the error is
 LEFT_OUT = "left_out"  # of a note: what was not measured, so that the same command has something to go on with
+# What the parts of bench.gpu run, below the root of the repository (axo stands where it is imported from): what is
+# mended elsewhere leaves their results standing.
+_LIB = Path("bench/lib")
+RUN_BY: dict[str, tuple[Path, ...]] = {
+    "kernels": (Path("axo_kernels"), _LIB, *(Path(f"bench/{name}.py") for name in ("kernels", "gemm", "overlap"))),
+    "device": (Path("axo"), Path("axo_kernels"), _LIB, Path("bench/device.py")),
+    "offload": (Path("axo"), Path("axo_kernels"), _LIB, Path("bench/offload.py")),
+    "gpu_step": (Path("axo"), Path("axo_kernels"), _LIB, Path("bench/gpu_step.py"), Path("bench/gemm.py")),
+}
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Describe the machine, the versions, the commit and what is run, which need not be the commit's."""
+def environment(device: torch.device, part: str = "") -> dict[str, Any]:
+    """Describe the machine, the versions, the commit and what is run, which need not be the commit's.
+
+    Args:
+        device: Where it runs.
+        part: Of bench.gpu, whose sources alone count; "": all that there are.
+    """
     try:
         import triton
 
@@ -49,25 +66,52 @@ def environment(device: torch.device) -> dict[str, Any]:
         "triton": triton_version,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
+        **_libraries(device),
         "commit": commit,
-        "sources": sources((Path(axo.__file__).parent, Path(axo_kernels.__file__).parent, here.parent)),
+        "sources": sources(_run_by(part)),
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
+def _libraries(device: torch.device) -> dict[str, str]:
+    """The vendor's libraries that a GPU's numbers are compared with, by version."""
+    if device.type != "cuda" or torch.version.hip:
+        return {}
+    found = {"nccl": "none", "cublas": "unknown"}
+    with contextlib.suppress(Exception):
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    with contextlib.suppress(Exception):
+        library = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).split('.')[0]}")
+        library.cublasLtGetVersion.restype = ctypes.c_size_t
+        found["cublas"] = str(library.cublasLtGetVersion())
+    return found
+
+
+def _run_by(part: str) -> list[Path]:
+    """Where the files of a part of bench.gpu are here."""
+    packages = {"axo": Path(axo.__file__).parent, "axo_kernels": Path(axo_kernels.__file__).parent}
+    packages["bench"] = Path(__file__).resolve().parent.parent
+    named = RUN_BY.get(part, [Path(name) for name in packages])
+    return [packages[path.parts[0]].joinpath(*path.parts[1:]) for path in named]
+
+
 def sources(roots: Iterable[Path]) -> str:
-    """A digest of the Python files and extensions below these folders."""
+    """A digest of these files, and of the Python files and extensions below these folders."""
     digest = hashlib.sha256()
     for root in roots:
-        for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".so")):
-            digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode())
+        found = [root] if root.is_file() else (path for path in root.rglob("*") if path.suffix in (".py", ".so"))
+        for path in sorted(found):
+            digest.update(f"{path.relative_to(root.parent)}\0{path.stat().st_size}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two descriptions that begin with :func:`environment` allow numbers beside each other."""
-    return all(one.get(key) == value for key, value in other.items() if key not in ("date", "threads"))
+    """Whether two descriptions that begin with :func:`environment` allow numbers beside each other.
+
+    The commit does not count: another one may have mended what is not run, which the digest of the sources tells.
+    """
+    return all(one.get(key) == value for key, value in other.items() if key not in ("date", "threads", "commit"))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -95,21 +139,41 @@ def rows_to_go_on_with(path: Path, known: dict[str, Any]) -> list[dict[str, Any]
         path.unlink(missing_ok=True)
         return []
     kept = [line for line in lines if not line.keys() & _MARKS and ("note" not in line or line.keys() & _KEPT)]
-    over = {line["over"] for line in lines if "over" in line}
-    for what in dict.fromkeys(line["begun"] for line in lines if "begun" in line):
-        if what not in over:  # it may have hung: a second run must not hang there too
-            told = f"{what}: not tried again, since the run before was stopped, or died, in the middle of it"
-            kept.append({"note": told, "failed": what})
+    for what, within in list(under_way(lines).items())[-1:]:  # it may have hung: a second run must not hang there too
+        told = f"{what}: not tried again, since the run before was stopped, or died, in the middle of it"
+        kept.append({"note": told + (f", at {within}" if within else ""), "failed": what, "cut_off": within})
     swap = path.with_suffix(".swap")
     swap.write_text("".join(f"{json.dumps(line)}\n" for line in [lines[0], *kept]), encoding="utf-8")
     swap.replace(path)
     return kept
 
 
+def under_way(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """What began in these lines and was not over (:meth:`Table.under_way`), and the last that it named of itself.
+
+    The last of them is inside of the others: a case of a section.
+    """
+    found: dict[str, str] = {}
+    for line in lines:
+        if "begun" in line:
+            found[line["begun"]] = ""
+        elif "begins" in line and found:
+            found[next(reversed(found))] = line["begins"]
+        elif "over" in line:
+            found.pop(line["over"], None)
+    return found
+
+
 def in_a_line(error: Exception) -> str:
-    """The kind of an error, and how its words begin."""
-    told = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {told[0][:200]}"
+    """The kind of an error, and how its words begin and end: of a compiler's, what is wrong stands last."""
+    told = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    ends = [told[0][:200], told[-1][:200]] if len(told) > 1 else [told[0][:400]]
+    return f"{type(error).__name__}: {' ... '.join(ends)}"
+
+
+def trace_of(error: Exception) -> str:
+    """The end of an error's traceback."""
+    return "".join(traceback.format_exception(error))[-_TRACE:]
 
 
 class Table:
@@ -171,10 +235,20 @@ class Table:
         finally:
             self._write({"over": what})
 
-    def fail(self, what: str, error: Exception) -> None:
+    def begins(self, what: str, **values: Any) -> None:
+        """Name, in the file, what is done next of what is under way: after a kill it is all that tells."""
+        if self._goes_on:
+            self._write({"begins": what} | values)
+
+    def fail(self, what: str, error: Exception, **values: Any) -> None:
         """Note what could not be measured, and why; it is not tried again by a run that goes on."""
         self.failed[what] = told = f"{what}: {in_a_line(error)}"
-        self.note(told, failed=what)
+        self.trace(told, error, failed=what, **values)
+
+    def trace(self, text: str, error: Exception, **values: Any) -> None:
+        """Note an error with its traceback: the machine that it came from may be gone when it is read."""
+        print(trace_of(error), flush=True)
+        self.note(text, **values, trace=trace_of(error))
 
     def judge(self, verdicts: dict[str, bool | str]) -> int:
         """Print a line for each verdict; return how many goals are missed."""

@@ -43,6 +43,10 @@ def speed(rows: Iterable[Row], gpt: Iterable[Product], units: int) -> Verdicts:
     verdicts: Verdicts = {f"GPT shapes measured: {len(mine)} of {len(wanted)}": len(mine) == len(wanted) or _NOT}
     error = max((max(row["errors"].get(name, 0.0) for name in ("triton", "gluon")) for row in rows), default=None)
     verdicts |= _line("Triton's relative error", error, _ERROR, len(rows), at_most=True, form=".1e")
+    wrong = float(sum(not row["right"] for row in rows)) if rows else None
+    verdicts |= _line(
+        "products with a wrong result, added to a gradient too", wrong, 0, len(rows), at_most=True, form="g"
+    )
     for layout, goal in _DEEP:
         ratios = [row["triton_ratio"] for row in deep if row["layout"] == layout]
         verdicts |= _line(f"Triton {layout}, K >= 2048, >= 4 waves, of torch", _mean(ratios), goal, len(ratios))
@@ -54,7 +58,7 @@ def speed(rows: Iterable[Row], gpt: Iterable[Product], units: int) -> Verdicts:
     verdicts |= _line("Triton at worst, of torch", min(ratios, default=None), _WORST, len(ratios))
     ratios = [row["accumulate_ratio"] for row in mine if row.get("accumulate_ratio")]
     verdicts |= _line("TN added to an fp32 gradient, of torch.mm and add_", _mean(ratios), _ADDED, len(ratios))
-    ratios = [row["tuned_ratio"] for row in rows]
+    ratios = [row["tuned_ratio"] for row in rows if row["tuned_ratio"]]
     verdicts |= _line("tuned at worst, of torch", min(ratios, default=None), _TUNED_WORST, len(ratios))
     verdicts |= _line("tuned, of torch", _mean(ratios), _TUNED_MEAN, len(ratios))
     return verdicts

@@ -34,7 +34,7 @@ def complaints(
     wrong = []
     matrix = _MATRIX[target.arch]
     counts = {name: len(re.findall(re.escape(name), text)) for name in (matrix, *_COPIES[target.nvidia])}
-    multiplies = kernel not in ("flags", "combine")
+    multiplies = kernel not in ("flags", "combine", "goldfish")
     on_units = dtype != "fp32" or precision == "tf32" or not target.nvidia
     if multiplies and on_units and not counts[matrix]:
         wrong.append(f"no {matrix}")
@@ -77,14 +77,18 @@ def complaints(
 def grouped_complaints(sass: str, accumulate: bool) -> list[str]:
     """What is missing in the SASS of the kernel for Hopper (gemm/hopper.py).
 
-    Bulk loads and stores (adding ones where it accumulates); registers dealt out anew to the warp groups; in each loop
+    Bulk loads and stores (adding ones where it accumulates); 240 and 24 registers dealt out to the groups; in each loop
     of products at least two groups of them in flight and no barrier of the whole program; no register kept in memory.
     """
     wrong = []
     store = "UTMAREDG" if accumulate else "UTMASTG"
-    for name in ("UTMALDG", store, "USETMAXREG.DEALLOC", "USETMAXREG.TRY_ALLOC"):
+    for name in ("UTMALDG", store):
         if name not in sass:
             wrong.append(f"no {name}")
+    for name, registers, whose in (("DEALLOC", 24, "loads"), ("TRY_ALLOC", 240, "multiplies")):
+        given = {int(found, 16) for found in re.findall(rf"USETMAXREG\.{name}[^;]*?(0x[0-9a-f]+)", sass)}
+        if registers not in given:
+            wrong.append(f"no USETMAXREG.{name} to the {registers} registers of who {whose}: {sorted(given)}")
     if re.search(r"\b(?:STL|LDL)\b", sass):
         wrong.append("registers kept in memory")
     loops = [body for body in loop_bodies(sass) if "HGMMA" in body]
@@ -102,6 +106,16 @@ def grouped_complaints(sass: str, accumulate: bool) -> list[str]:
         if "UTMALDG" in body:
             wrong.append("a group that multiplies also loads")
     return wrong
+
+
+def left_in_flight(sass: str) -> int:
+    """How many groups of wgmma's products the loops of a kernel leave in flight where they wait for those before.
+
+    Of a loop the first wait counts: one that holds its epilogue too waits there for all.
+    """
+    loops = [body for body in loop_bodies(sass) if "HGMMA" in body]
+    waits = [re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", body) for body in loops]
+    return min((int(found.group(1), 16) if found else 0 for found in waits), default=0)
 
 
 def instructions(sass: str) -> int:
@@ -135,9 +149,10 @@ _COPIES = {True: ("cp.async.bulk.tensor", "cp.async."), False: ("global_load", "
 #   wait    one entry less; what it reports when a wait gives up are three words. On AMD the compiler reads the epoch
 #           once for all threads and stores the three words at once, and the two reads of a flag are loads like others
 #   combine loads the bias
+#   goldfish (axo/nn) loads 13 windows of two tokens, each of which begins anywhere, and stores two bytes; AMD's, one
 _BESIDE = {
-    True: {"signal": (8, 0), "wait": (7, 3), "combine": (1, 0)},
-    False: {"signal": (7, 0), "wait": (8, 1)},
+    True: {"signal": (8, 0), "wait": (7, 3), "combine": (1, 0), "goldfish": (26, 1)},
+    False: {"signal": (7, 0), "wait": (8, 1), "goldfish": (0, 1)},
 }
 # Orders at system scope: the flag that is raised, once a chunk; where a kernel waits, the reads of a flag before and in
 # the loop, and the report's first word.

@@ -1,16 +1,20 @@
 """Compile every kernel for every target without a GPU, and read in the assembly what must be there.
 
     python -m bench.tools.compile_matrix            kernel x layout x dtype x target at the default configurations
-    python -m bench.tools.compile_matrix --all      every configuration that the tuner may choose, as well
+    python -m bench.tools.compile_matrix --all      what the tuner may choose as well
     ... --out FILE --seconds 500                    stop after that time; the same command again goes on from there
     ... --out FILE --table docs/compiled.md         a page of registers, shared memory and programs a multiprocessor
 
 Checked for each: the matrix instructions (mma.sync, wgmma, tcgen05.mma, v_mfma), shared memory within the device's
 limit and within what tiles.py promised, programs a multiprocessor as promised, asynchronous copies, 16-byte accesses,
-in defaults no register spilled; for waiting kernels a spin loop that has survived and reads with acquire at system
-scope; for signalling kernels one release at system scope; for the kernel in Gluon what assembly.grouped_complaints
-says. The divisibility hints are those that the JIT derives from aligned tensors; without them one looks at another
-kernel.
+in defaults no register spilled, and on Hopper (16 bits) a product in flight while the next is issued; for waiting
+kernels a spin loop that has survived and reads with acquire at system scope; for signalling kernels one release at
+system scope; for the kernel in Gluon what assembly.grouped_complaints says. The divisibility hints are those that the
+JIT derives from aligned tensors; without them one looks at another kernel.
+
+With --all: every configuration that the tuner may choose in bf16 or fp32 for the papers' GPT layers and for small
+products (``shapes``); in fp16, which differs by the type in the instruction, for 8192^3 alone. A batch of products may
+be given others, and so may a call without the tuner whose product is smaller than the default's tile.
 
 What this cannot show: that a kernel is fast, or that the hardware does what the assembly says.
 """
@@ -33,6 +37,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -43,20 +48,29 @@ from axo_kernels.gemm.layout import LAYOUTS, Product
 from axo_kernels.gemm.matmul import hints
 from axo_kernels.gemm.tiles import (
     HOPPER,
+    PIECES,
     PURPOSES,
     TARGETS,
+    TRIED,
     Config,
     Target,
     accumulating,
-    candidates,
     default_config,
     fused_candidates,
     resident,
+    tried,
 )
+from axo_kernels.tune.model_shapes import MODELS, layers
 from bench.lib.arguments import Parser
-from bench.tools.assembly import complaints, grouped_complaints, instructions, loop_bodies
+from bench.tools.assembly import complaints, grouped_complaints, instructions, left_in_flight, loop_bodies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# The shapes of --all. Of the papers' layers: ranks along x and y, tokens of a rank; of small products: rows and
+# columns, and how long their sums are.
+CUT, TOKENS = (1, 2, 4, 8), (2048, 16384)
+SMALL, DEPTHS = (16, 128, 512, 1024), (128, 1024, 4096)
+# Kernels without products; their case holds the tile of the kernel that they stand beside, or any.
+_NO_PRODUCTS = ("flags", "combine", "goldfish")
 # Cases handed out at a time; between batches the time is looked at.
 _BATCH = 32
 # K-contiguous, M- or N-contiguous: which strides are 1 in each layout
@@ -107,13 +121,36 @@ def cases(everything: bool = False, dtypes: Iterable[str] = tuple(DTYPES), targe
                 for case in _of(target, dtype, precision):
                     found[case] = None
                 if everything:
-                    product = Product("NT", 8192, 8192, 8192, DTYPES[dtype])
-                    for config in candidates(target, product, target.descriptors):
-                        for layout in LAYOUTS:
-                            found[Case("matmul", layout, dtype, arch, config, precision)] = None
+                    for described in (True, False) if target.descriptors else (False,):
+                        for config in chosen(target, dtype, described):
+                            kernel = "split" if config.split_k > 1 else "matmul"
+                            for layout in LAYOUTS:
+                                found[Case(kernel, layout, dtype, arch, config, precision)] = None
                     for case in _fused(target, dtype, precision):
                         found[case] = None
+                    plain = default_config(target, DTYPES[dtype], False)
+                    for pieces in PIECES:
+                        found[Case("combine", "", dtype, arch, replace(plain, split_k=pieces))] = None
     return list(found)
+
+
+@cache
+def chosen(target: Target, dtype: str, described: bool) -> tuple[Config, ...]:
+    """Every configuration that the tuner may choose for the products of :func:`shapes`, each once."""
+    found: dict[Config, None] = {}
+    for m, n, k in shapes() if dtype != "fp16" else ((8192, 8192, 8192),):
+        found |= dict.fromkeys(tried(target, Product("NT", m, n, k, DTYPES[dtype]), described, TRIED))
+    return tuple(found)
+
+
+@cache
+def shapes() -> tuple[tuple[int, int, int], ...]:
+    """m, n, k: the three products of the papers' GPT layers, whole and as x and y cut them, and small products."""
+    found = dict.fromkeys(product(SMALL, SMALL, DEPTHS))
+    for model, x, y, tokens in product(MODELS, CUT, CUT, TOKENS):
+        for layer in layers(model, (x, y, 1), tokens):
+            found |= dict.fromkeys((one.m, one.n, one.k) for one in layer.products(torch.bfloat16).values())
+    return tuple(found)
 
 
 def _of(target: Target, dtype: str, precision: str) -> Iterator[Case]:
@@ -137,6 +174,7 @@ def _of(target: Target, dtype: str, precision: str) -> Iterator[Case]:
     if dtype == "bf16":
         yield Case("combine", "", dtype, target.arch, replace(default_config(target, DTYPES[dtype], False), split_k=4))
         yield Case("flags", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
+        yield Case("goldfish", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
 
 
 def _fused(target: Target, dtype: str, precision: str) -> Iterator[Case]:
@@ -161,14 +199,14 @@ def compile_case(case: Case) -> Outcome:
     seconds = time.perf_counter() - started
     target = TARGETS[case.target]
     outcome = Outcome(case.name, round(seconds, 2), max(kernel.metadata.shared for kernel in compiled))
-    plain = case.kernel in ("flags", "combine")
+    plain = case.kernel in _NO_PRODUCTS
     warps = 1 if case.kernel == "flags" else 4 if plain else case.config.all_warps
     for name, kernel in zip(names, compiled, strict=True):
         text = kernel.asm["ptx"] if target.nvidia else kernel.asm["amdgcn"]
         # NVIDIA's matrix units leave a thread two of each eight columns of a tile; it loads their bias at once. Without
         # a gate the compiler writes this twice.
         constants = _arguments(case, name)[0]
-        adds = target.nvidia and case.kernel != "combine" and constants["HAS_BIAS"]
+        adds = target.nvidia and not plain and constants["HAS_BIAS"]
         bias_loads = case.config.block_n // (8 if constants["ACTIVATION"] == "silu_gate" else 4) if adds else 0
         counts, wrong = complaints(
             text, case.kernel, target, case.dtype, case.precision, case.config.descriptors, bias_loads
@@ -176,9 +214,12 @@ def compile_case(case: Case) -> Outcome:
         outcome.instructions.update(counts)
         outcome.wrong += wrong
         outcome.registers, outcome.spilled = _resources(kernel, target)
-        if case.target == "sm_90" and case.config.descriptors and case.dtype != "fp32":
+        default = case in _defaults() and not plain
+        if case.target == "sm_90" and case.dtype != "fp32" and (case.config.descriptors or default):
             sass = disassembled(kernel)
             outcome.loop = max((instructions(body) for body in loop_bodies(sass) if "HGMMA" in body), default=0)
+            if default and not left_in_flight(sass):
+                outcome.wrong.append("no product is in flight while the next is issued")
             if case.config.groups:
                 outcome.wrong += grouped_complaints(sass, accumulate=case.kernel == "accumulate")
     outcome.occupancy = resident(target, warps, outcome.registers, outcome.shared)
@@ -192,7 +233,7 @@ def _broken_promises(case: Case, outcome: Outcome, target: Target) -> list[str]:
     itemsize, wide = DTYPES[case.dtype].itemsize, case.kernel in ("accumulate", "epilogue")
     out = 4 if case.kernel in ("accumulate", "split") else None
     promised = case.config.shared_bytes(itemsize, target, out, wide)
-    if case.kernel in ("flags", "combine"):
+    if case.kernel in _NO_PRODUCTS:
         promised = target.shared_bytes
     for limit, whose in ((target.shared_bytes, case.target), (promised, "tiles.py")):
         if outcome.shared > limit:
@@ -217,8 +258,8 @@ def _kernel_names(case: Case) -> tuple[str, ...]:
         return ("wait_flag_kernel", "write_flag_kernel")
     if case.kernel in ("wait", "signal"):
         return ("segment_matmul_kernel",)
-    if case.kernel == "combine":
-        return ("combine_kernel",)
+    if case.kernel in ("combine", "goldfish"):
+        return (f"{case.kernel}_kernel",)
     if case.config.groups:
         return ("hopper_matmul_kernel",)
     return ("matmul_descriptor_kernel",) if case.config.descriptors else ("matmul_kernel",)
@@ -236,19 +277,21 @@ def _compile(case: Case, kernel_name: str) -> Any:
     grouped = kernel_name == "hopper_matmul_kernel"
     if grouped:
         from axo_kernels.gemm import hopper as gemm_kernels  # type: ignore[no-redef]
+    if case.kernel == "goldfish":
+        from axo.nn import goldfish_kernels as gemm_kernels  # type: ignore[no-redef]
     kernel = getattr(gemm_kernels, kernel_name, None) or getattr(signal_kernels, kernel_name)
     target, config = TARGETS[case.target], case.config
     arch = int(case.target[3:]) if target.nvidia else case.target
     constants, types = _arguments(case, kernel_name)
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    unaligned = {"flags", "flag", "counters", "tiles", "bound", "number", "batch"}
+    unaligned = {"flags", "flag", "counters", "tiles", "bound", "number", "batch", "k", "ignore_index", "drop_value"}
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
         if name in types and name not in unaligned and not types[name].startswith("tensordesc")
     }
     options = {"num_warps": 1 if case.kernel == "flags" else config.warps, "num_stages": config.stages}
-    if case.kernel == "combine":
+    if case.kernel in ("combine", "goldfish"):
         options["num_warps"] = 4
     if grouped:
         options["maxnreg"] = gemm_kernels.REGISTERS  # type: ignore[attr-defined]
@@ -308,6 +351,12 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
     }  # fmt: skip
     if case.kernel == "combine":
         constants |= {"BLOCK_M": 32, "BLOCK_N": 128, "HAS_BIAS": True}
+    if case.kernel == "goldfish":
+        from axo.nn import goldfish
+
+        constants |= {"H": 13, "BLOCK": goldfish.BLOCK}
+        types = {"tokens": "*i64", "keep": "*u8"} | dict.fromkeys(("row_stride", "length"), "i32")
+        types |= dict.fromkeys(("k", "ignore_index", "drop_value"), "i32")
     return constants, {name: kind.replace(", ", ",") for name, kind in types.items()}
 
 
@@ -369,21 +418,25 @@ def earlier(path: Path | None, matrix: list[Case], identity: dict[str, str]) -> 
 
 
 _SOURCES = (
+    "python/axo/nn/goldfish_kernels.py",
     "axo_kernels/gemm/kernels.py",
     "axo_kernels/gemm/hopper.py",
-    "axo_kernels/gemm/tiles.py",
     "axo_kernels/fused/kernels.py",
     "bench/tools/assembly.py",
 )
 
 
 def sources() -> str:
-    """A digest of what is compiled and of what is asked of it. Comments, docstrings and empty lines do not count."""
+    """A digest of what is compiled and of what is asked of it. Comments, docstrings and empty lines do not count.
+
+    Of tiles.py what its promises are made of: which tiles are compiled stands in the names of the cases.
+    """
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for name in _SOURCES:
         digest.update(_code((root / name).read_text(encoding="utf-8")).encode())
-    for function in (_compile, _arguments, _kernel_names):
-        digest.update(_code(inspect.getsource(function)).encode())
+    for part in (_compile, _arguments, _kernel_names, Target, Config, resident):
+        digest.update(_code(inspect.getsource(part)).encode())
+    digest.update(repr(TARGETS).encode())
     return digest.hexdigest()[:12]
 
 
@@ -426,7 +479,7 @@ _PAGE = """# What the compiler made of the kernels
 
 For readers who tune tiles: all defaults, compiled for five GPUs without one. Registers are a thread's, spilled
 bytes a thread's (registers on AMD), shared memory a program's in KiB; programs are those that one multiprocessor holds
-at once. fp16 is as bf16. Written by
+at once. fp16 is as bf16, but for up to 24 registers on AMD and 4 on NVIDIA. Written by
 `make compile-defaults ARGS="--out bench/results/compile_matrix_defaults.jsonl --table docs/compiled.md"`.
 
 | GPU | kernel | dtype | configuration | registers | spilled | shared KiB | programs |

@@ -3,6 +3,9 @@
 // The GIL is released around every call that enters the core, since any of them may wait: for a peer, for a lock, or
 // for the progress thread. Errors. axo::Error and its kinds become axo.errors.*, for torch's own pybind functions too
 // (one set of internals).
+#include <cstdio>
+#include <cstdlib>
+
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -177,6 +180,13 @@ PYBIND11_MODULE(_C, m) {
   m.def("collective_library", [](bool amd) {
     const auto api = axo::NcclApi::open(amd ? axo::GpuVendor::hip : axo::GpuVendor::cuda);
     return std::string(api->transport()) + " " + api->version_text() + ", " + api->path();
+  });
+  // The process ends with 1 once the interpreter, which takes no other code by then, has ended.
+  m.def("end_with_failure", [] {
+    Py_AtExit([] {
+      std::fflush(nullptr);
+      std::_Exit(1);
+    });
   });
   m.def("reduce_instruction_set", &axo::reduce_instruction_set);
   m.def("flight_lines", &axo::flight_lines, py::call_guard<py::gil_scoped_release>());

@@ -100,8 +100,13 @@ py::object all_gather(Communicator& c, py::handle tensor, py::handle out, bool b
   });
 }
 
-py::object reduce_scatter(Communicator& c, py::handle tensor, py::handle out, int op, bool blocking, std::int64_t ms) {
-  const Plain whole(tensor), part(out);
+// `out_and_op`: a tuple, so that Python passes as many arguments as to the others.
+py::object reduce_scatter(Communicator& c, py::handle tensor, py::handle out_and_op, bool blocking, std::int64_t ms) {
+  if (!PyTuple_Check(out_and_op.ptr()) || PyTuple_GET_SIZE(out_and_op.ptr()) != 2) {
+    throw py::type_error("plain_reduce_scatter: expected (out, op)");
+  }
+  const Plain whole(tensor), part(PyTuple_GET_ITEM(out_and_op.ptr(), 0));
+  const int op = py::handle(PyTuple_GET_ITEM(out_and_op.ptr(), 1)).cast<int>();
   if (!fit(part, whole, c.size(), -1) || !part.reduces(op)) return py::none();
   if (whole.tensor->dim() == 0 || whole.tensor->size(0) % c.size() != 0) return py::none();
   return issue(whole, part, true, blocking, ms, [&](const CallOptions& options) {

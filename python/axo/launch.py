@@ -64,6 +64,11 @@ class Interrupted(KeyboardInterrupt):
         self.signal = number
 
 
+# Called in a rank of ``launch_local`` when its function has returned; what they raise is the rank's error. atexit would
+# not do: it runs nothing in forked processes.
+BEFORE_A_RANK_ENDS: list[Callable[[], None]] = []
+
+
 class RankFailed(RuntimeError):
     """A rank did not finish.
 
@@ -388,6 +393,8 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
         os.kill(os.getpid(), int(Path(reports, _ASKED).read_text() or signal.SIGTERM))
     try:
         result = function(*args)
+        for each in BEFORE_A_RANK_ENDS:
+            each()
         if os.environ["RANK"] != "0":
             return None
         ForkingPickler.dumps(result)  # what cannot be sent is this rank's error, which says so

@@ -7,7 +7,7 @@ would hold instead. `make compile-defaults` runs the same gates over every defau
 import pytest
 
 from axo_kernels.gemm.tiles import TARGETS
-from bench.tools.assembly import complaints
+from bench.tools.assembly import complaints, left_in_flight
 
 EPOCH = "ld.global.b32 { %r1 }, [ %rd1 + 0 ];\n"
 WIDE = "@%p1 st.global.v4.b32 [ %rd2 + 0 ], { %r1, %r2, %r3, %r4 };\n"
@@ -23,6 +23,7 @@ PTX = {
     "epilogue": PRODUCT + 8 * EPOCH,
     "signal": 8 * EPOCH + PRODUCT + COUNTED + RAISED,
     "wait": 7 * EPOCH + READ + "$L1:\n" + READ + "@%p2 bra $L1;\n" + REPORT + RAISED + PRODUCT,
+    "goldfish": 26 * "ld.global.b64 { %rd1 }, [ %rd2 + 0 ];\n" + "st.global.b16 [ %rd3 + 0 ], { %rs1 };\n" + WIDE,
     "combine": EPOCH + "ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];\n" + WIDE,
 }
 LOAD = "global_load_dword v3, v[86:87], off offset:192\n"
@@ -44,10 +45,11 @@ HALF = WIDE.replace("v4.b32", "v2.b32")
 WORSE_PTX = [
     *((kernel, WIDE, WIDE + HALF, f"1 {NARROW_STORES}") for kernel in PTX),
     *((kernel, WIDE, WIDE + EPOCH, f"1 {NARROW_LOADS}") for kernel in PTX),
+    ("goldfish", "b16", "b8 [ %rd3 + 1 ], { %rs2 };\nst.global.b8", f"1 {NARROW_STORES}"),
     *(
         (kernel, COPY, COPY.replace("0x10", "0x4"), "1 copies to shared memory")
         for kernel in PTX
-        if kernel != "combine"
+        if kernel not in ("combine", "goldfish")
     ),
     *((kernel, WIDE, WIDE + "fence.sc.sys;\n", "orders at system scope") for kernel in PTX),
     ("matmul", WIDE, WIDE.replace("v4.b32", "b16"), f"1 {NARROW_STORES}"),
@@ -98,6 +100,22 @@ def test_spills_are_not_the_result():
     marked = f"{spill} ; 4-byte Folded Spill\n{back} ; 4-byte Folded Reload\n"
     assert said(GCN["matmul"] + marked, "matmul", "gfx90a") == []
     assert len(said(f"{GCN['matmul']}{spill}\n{back}\n", "matmul", "gfx90a")) == 2
+
+
+def test_products_in_flight():
+    """A loop that holds its epilogue waits for all there; one whose first wait is for all has none in flight."""
+    product = " HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;\n"
+    wait, all_of_them = " WARPGROUP.DEPBAR.LE gsb0, 0x1 ;\n", " WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
+    for behind, expected in (
+        (wait, 1),
+        (wait + all_of_them, 1),
+        (all_of_them, 0),
+        (all_of_them + wait, 0),
+        ("", 0),
+        (wait + " @P0 BRA `(.L_x_1) ;\n.L_x_2:\n" + product + all_of_them + " @P0 BRA `(.L_x_2) ;\n", 0),
+    ):
+        assert left_in_flight(f".L_x_1:\n{product}{behind} @P0 BRA `(.L_x_1) ;\n") == expected, behind
+    assert left_in_flight("") == 0
 
 
 def test_tf32_operands_may_be_turned_around():

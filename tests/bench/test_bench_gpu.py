@@ -3,10 +3,12 @@
 Oracles are in the scripts: sums written out, on collectives that the stand-in really reduces and moves; fp64 products.
 """
 
+import ast
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,7 +29,7 @@ ABSENT = ("litgpt", "lightning", "lightning_fabric", "transformers", "typer", "r
 
 def fork_the_parts() -> None:
     """``prepare``: parts that take what is imported as it is run in forks. Triton's interpreter is chosen at import."""
-    start = subprocess.run
+    start = attempts.run_within
     sys.modules.update(dict.fromkeys(ABSENT))
 
     def run(command, **options):
@@ -36,9 +38,9 @@ def fork_the_parts() -> None:
         part = os.fork()
         if part == 0:
             run_as_program(command[2], command[3:])
-        return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(os.waitpid(part, 0)[1]))
+        return os.waitstatus_to_exitcode(os.waitpid(part, 0)[1])
 
-    subprocess.run = run
+    attempts.run_within = run
 
 
 @pytest.mark.slow
@@ -61,6 +63,7 @@ def test_walks_through_without_a_gpu(tmp_path):
     assert {"bench", "device", "torch", "commit", "date"} <= header.keys() and header["kind"] == "standin"
     for ranks in (1, 2, 4):
         checks = {row["check"]: row["wrong"] for row in rows if row.get("ranks") == ranks}
+        assert ("axo all_reduce, pending" in checks) == (ranks < 4), "host time: of one rank, and of two processes"
         assert {"all_reduce sum", "reduce_scatter max", "scatter", "scaled all_reduce"} <= checks.keys()
         assert ("uneven all_to_all" in checks) == (ranks > 1)
         assert any(name.startswith("graph of 3 communicators") for name in checks)
@@ -70,17 +73,25 @@ def test_walks_through_without_a_gpu(tmp_path):
     assert "losses apart (at most 0.02)" in said and "MFU (goal: at least 0.55): not measured" in said
     assert (tmp_path / "step_trace.json.gz").stat().st_size > 1000
     assert len((tmp_path / "verdicts.txt").read_text().splitlines()) > 30
+    logged = (tmp_path / "log.txt").read_text()
+    assert "--- gpu_step: at most" in logged and "all results right: True" in logged, "the parts' words too"
+    assert len(list(tmp_path.iterdir())) == 7, "with an archive eight, which is all that comes back from a lent machine"
     lines = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
     verdicts = [line["note"] for line in lines if "verdict" in line]
     assert "all results right: True" in verdicts and "tuned, of torch (goal: at least 1): not measured" in verdicts
-    assert sum(verdict.endswith("not measured") for verdict in verdicts) == 1 + 10 + 4 + 3 * 3 * 2 * 3, (
-        "the number of GPT shapes; error, Triton, Gluon, added, tuned; fp8; shares x operations x shapes, hidden by "
+    assert sum(verdict.endswith("not measured") for verdict in verdicts) == 1 + 11 + 4 + 3 * 3 * 2 * 3, (
+        "the number of GPT shapes; errors, Triton, Gluon, added, tuned; fp8; shares x operations x shapes, hidden by "
         "launches and as a graph, and against serial"
     )
     checks = [line for line in lines if "check" in line]
     assert len(checks) == 3 * 3 * (3 * 2 + 3) + 3 * 2 * 4 + 1 + 3 * 2 * 2 * 2, (
         "dtypes x layouts x (sizes, epilogues), strategies, rounds, fp8's layouts x scalings x formats x dtypes"
     )
+
+
+def ended(out):
+    """The parts that have come to their end, by what stands in their files."""
+    return {part.name for part in gpu.PARTS if any("ended" in row for row in read_rows(out / f"{part.name}.jsonl"))}
 
 
 def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, tmp_path):
@@ -95,7 +106,7 @@ def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, t
         if name == "kernels":  # comes to its end
             line = json.dumps({"note": "as fast as it should be: False", "verdict": False})
             (tmp_path / "kernels.jsonl").write_text(line + "\n")
-        return subprocess.CompletedProcess(command, 3 if name == "kernels" else -11)
+        return 3 if name == "kernels" else -11
 
     arguments = ["--out", str(tmp_path)]
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
@@ -103,15 +114,22 @@ def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, t
         gpu.main(arguments)
     assert "no GPU is visible, so nothing is measured; --walk" in capsys.readouterr().err
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "environment", lambda device: {"kind": device.type})
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(gpu.card, "described", lambda: "a card")
+    monkeypatch.setattr(gpu, "environment", lambda device, part: {"kind": device.type})
+    monkeypatch.setattr(attempts, "run_within", run)
     assert gpu.main(arguments) == 4
     said = capsys.readouterr().out
-    assert "device: stopped after 270 s" in said and "kernels: 3 verdicts failed" in said and "gpu_step: -11" in said
+    assert "device: stopped after 270 s" in said and "kernels: 3 verdicts failed" in said
+    assert "gpu_step: ended early with -11, after nothing" in said
     assert list(given) == ["kernels", "device", "offload", "gpu_step"]
     kernels, seconds = given["kernels"]
     assert float(kernels[kernels.index("--seconds") + 1]) < seconds < gpu.SECONDS < 8 * 60
-    assert (tmp_path / "verdicts.txt").read_text() == "kernels: as fast as it should be: False\n"
+    assert (tmp_path / "verdicts.txt").read_text().splitlines() == [
+        "kernels: as fast as it should be: False",
+        "device: stopped after 270 s, after nothing: False",
+        "offload: ended early with -11, after nothing: False",
+        "gpu_step: ended early with -11, after nothing: False",
+    ]
     given.clear()
     assert gpu.main(arguments) == 4 and list(given) == ["device", "offload", "gpu_step"]
     assert "kernels: has ended before" in capsys.readouterr().out
@@ -122,18 +140,20 @@ def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, t
 
 
 def test_what_was_measured_elsewhere_is_begun_anew(monkeypatch, tmp_path):
-    """A walk, another device, another commit, other sources; the same on another day goes on."""
-    machine, given = {"device": "a GPU", "commit": "abc", "sources": "1", "date": "today", "threads": 2}, []
+    """A walk, another device, other sources of that part; the same on another day goes on."""
+    sources = {part.name: "1" for part in gpu.PARTS}
+    machine, given = {"device": "a GPU", "commit": "abc", "sources": sources, "date": "today", "threads": 2}, []
 
     def run(command, timeout):
         name = command[2].removeprefix("bench.")
         given.append(name)
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"note": f"{len(given)}: True", "verdict": True}) + "\n")
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "environment", lambda device: dict(machine))
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(gpu.card, "described", lambda: "a card")
+    monkeypatch.setattr(gpu, "environment", lambda device, part: machine | {"sources": machine["sources"][part]})
+    monkeypatch.setattr(attempts, "run_within", run)
     arguments = ["--out", str(tmp_path)]
 
     def parts(*options):
@@ -143,14 +163,18 @@ def test_what_was_measured_elsewhere_is_begun_anew(monkeypatch, tmp_path):
 
     assert parts("--walk") == 4 and parts("--walk") == 0
     assert parts() == 4 and parts() == 0
-    machine |= {"date": "tomorrow", "threads": 8}
+    machine |= {"date": "tomorrow", "threads": 8, "commit": "def"}  # another commit of the same sources
     assert parts() == 0
-    for key in ("device", "commit", "sources"):
-        machine[key] += " other"
-        (tmp_path / "kernels.jsonl").write_text("earlier")
-        assert parts() == 4 and (tmp_path / "kernels.before").read_text() == "earlier", key
-    (tmp_path / "ended.json").write_text(json.dumps({"kernels": 0}))  # which says nothing of where that was
+    machine["device"] += " other"
+    (tmp_path / "kernels.jsonl").write_text("earlier")
     assert parts() == 4
+    sources["device"] += " mended"
+    assert parts() == 1 and given == ["device"], "of the other parts nothing has changed"
+    with tarfile.open(tmp_path / "before.tar") as archive:
+        names = [Path(name).name for name in archive.getnames()]
+        kept = [archive.extractfile(member).read() for member in archive.getmembers()]
+    assert len(names) == 4 + 4 + 1 and b"earlier" in kept, "a walk's, the other device's, the other sources'"
+    assert len(list(tmp_path.iterdir())) == 4 + 3, "and a trace of the step: eight files, which is all that comes back"
 
 
 def test_offload_that_dies_has_no_verdict(monkeypatch, tmp_path):
@@ -216,7 +240,7 @@ def measure_in_fake_time(monkeypatch, takes):
         takes.setdefault(name, 1.0)
         monkeypatch.setattr(kernels, name, check(name))
     for module in (gpu, kernels):
-        monkeypatch.setattr(module, "environment", lambda device: {"device": device.type})
+        monkeypatch.setattr(module, "environment", lambda device, part: {"device": device.type})
     monkeypatch.setattr(kernels.gemm, "_one", product)
     monkeypatch.setattr(kernels.overlap, "_case", case)
     for module in (kernels, kernels.gemm, kernels.overlap):
@@ -224,17 +248,19 @@ def measure_in_fake_time(monkeypatch, takes):
     return measured
 
 
-def kernels_in_this_process(monkeypatch, out):
-    """``bench.gpu`` whose other parts end at once."""
+def kernels_in_this_process(monkeypatch, out, begins=lambda: None):
+    """``bench.gpu`` whose other parts end at once; ``begins`` is called before each run of the kernels."""
 
     def run(command, timeout):
         name = command[2].removeprefix("bench.")
+        if name == "kernels":
+            begins()
         code = kernels.main(command[3:]) if name == "kernels" else 0
         if name != "kernels":
             (out / f"{name}.jsonl").write_text(json.dumps({"note": "right: True", "verdict": True}) + "\n")
-        return subprocess.CompletedProcess(command, code)
+        return code
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(attempts, "run_within", run)
 
 
 def test_a_second_run_measures_what_the_first_left_out(monkeypatch, capsys, tmp_path):
@@ -246,11 +272,11 @@ def test_a_second_run_measures_what_the_first_left_out(monkeypatch, capsys, tmp_
     assert gpu.main(arguments) == 1
     first, seen = list(measured), capsys.readouterr().out
     assert "left out: the kernel for Hopper, 1 of gemm, 8 of overlap; the same command goes on" in seen
-    assert "kernels" not in json.loads((tmp_path / "ended.json").read_text())["parts"]
+    assert "kernels" not in ended(tmp_path)
     takes["grouped"] = 1.0
     for _ in range(8):
         gpu.main(arguments)
-        if "kernels" in json.loads((tmp_path / "ended.json").read_text())["parts"]:
+        if "kernels" in ended(tmp_path):
             break
     again = measured[len(first) :]
     assert again[0] == "grouped" and len(measured) == len(set(measured)) + 1, "all else once"
@@ -271,10 +297,13 @@ CASE = "matmul_all_reduce 32x32x32 share 0.4"
 
 @pytest.mark.parametrize("kills", [None, PRODUCT, RATES, CASE, "strategies"])
 def test_what_raises_leaves_the_rest_their_turn(monkeypatch, tmp_path, kills):
-    """A product and a case of each kind: a verdict each, once, and all others measured; what kills the GPU as well."""
+    """A product and a case of each kind: a verdict each, once, and all others measured; what kills the GPU as well.
+
+    That begins the kernels once more in the same call, and once alone.
+    """
     measured = measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
-    kernels_in_this_process(monkeypatch, tmp_path)
-    works, tried, ended = [True], [], tmp_path / "ended.json"
+    works, tried, runs = [True], [], []
+    kernels_in_this_process(monkeypatch, tmp_path, lambda: (works.__setitem__(0, True), runs.append(True)))
 
     def breaks(module, function, name_of):
         plain = getattr(module, function)
@@ -297,11 +326,8 @@ def test_what_raises_leaves_the_rest_their_turn(monkeypatch, tmp_path, kills):
     for module in (kernels, attempts):
         monkeypatch.setattr(module, "works", lambda device: works[0])
     arguments = ["--walk", "--out", str(tmp_path), "--seconds", "4000"]
-    for _ in range(2 if kills else 1):
-        assert not ended.exists() or "kernels" not in json.loads(ended.read_text())["parts"]
-        works[0] = True
-        assert gpu.main(arguments) == 1
-    assert "kernels" in json.loads(ended.read_text())["parts"]
+    assert gpu.main(arguments) == 1 and "kernels" in ended(tmp_path)
+    assert len(runs) == (2 if kills else 1)
     assert len(tried) == len(set(tried)) == 3 + 2 + 9 + 1, "all, and none twice"
     assert {"numerics", "rounds", "silence", "TN 64x48x32 float32", ("all_gather_matmul", 0.8)} <= set(measured)
     said = (tmp_path / "verdicts.txt").read_text().splitlines()
@@ -336,86 +362,10 @@ def test_what_a_run_was_killed_in_is_not_tried_again(monkeypatch, tmp_path, hang
     arguments = ["--walk", "--out", str(tmp_path), "--seconds", "4000"]
     assert gpu.main(arguments) == 0
     (tmp_path / "kernels.jsonl").write_text(left_behind["lines"])  # as a kill leaves it
-    known = json.loads((tmp_path / "ended.json").read_text())
-    (tmp_path / "ended.json").write_text(json.dumps(known | {"parts": {}}))
     measured.clear()
     assert gpu.main(arguments) == 1 and left_behind["times"] == 1 and ("all_gather_matmul", 0.8) in measured
     said = (tmp_path / "verdicts.txt").read_text()
     assert f"{hangs}: not tried again, since the run before was stopped, or died, in the middle of it: False" in said
-
-
-def test_the_kernel_for_hopper_is_tried_in_processes_of_its_own(monkeypatch, tmp_path):
-    """One that hangs is ended and has failed; what others have found stands, and the tuner leaves the kernel out."""
-    row = json.dumps({"check": "NN", "error": 0.0, "limit": 0.5})
-    programs = {"NN": f"print({row!r})", "NT": "import time; time.sleep(600)", "TN": "print('not reached')"}
-    trials = {
-        layout: subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for layout, program in programs.items()
-    }
-    one = table.Table({"check": "s"}, tmp_path / "kernels.jsonl")
-    trials["NN"].wait()
-    kernels.tried(trials, 0.0, one)
-    assert [found["check"] for found in one.rows] == ["NN"]
-    assert "has not ended in time: a kernel that hangs" in one.failed[kernels.HOPPER_SECTION]
-    assert all(trial.poll() is not None for trial in trials.values())
-    dies = {"NN": subprocess.Popen([sys.executable, "-c", "raise ValueError('illegal address')"], stdout=-1, stderr=-1)}
-    kernels.tried(dies, kernels.time.perf_counter() + 60, one)
-    assert "NN ended with 1" in one.failed[kernels.HOPPER_SECTION]
-    assert "illegal address" in one.failed[kernels.HOPPER_SECTION]
-
-    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
-    kernels_in_this_process(monkeypatch, tmp_path)
-    monkeypatch.setattr(kernels, "grouped", lambda device, table: kernels.tried({}, 0.0, table))
-    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.tiles.HOPPER)
-    assert kernels.main(["--dry", "--out", str(tmp_path / "right")]) == 0 and kernels.tiles.HOPPER
-    fails = lambda device, table: table.fail(kernels.HOPPER_SECTION, TimeoutError("hangs"))  # noqa: E731
-    monkeypatch.setattr(kernels, "grouped", fails)
-    assert kernels.main(["--dry", "--out", str(tmp_path / "hangs")]) == 2 and not kernels.tiles.HOPPER
-
-
-def test_a_process_that_ends_with_its_parent():
-    """Else one that hangs inside a kernel would have half of the GPU's time for as long as the machine runs."""
-    held, open_there = os.pipe()
-    parent = os.fork()
-    if parent == 0:
-        if os.fork() == 0:
-            attempts.end_with_parent()
-            os.write(open_there, b"here")
-            kernels.time.sleep(600)
-        os.read(held, 4)
-        os._exit(0)
-    os.close(open_there)
-    assert os.waitpid(parent, 0)[1] == 0
-    assert os.read(held, 1) == b"", "the pipe ends with its last holder"
-    os.close(held)
-
-
-def test_a_second_run_on_a_gpu_tries_the_kernel_for_hopper_again(monkeypatch, tmp_path):
-    """The cache of compiled kernels may be gone with the machine, and trials are what fills it; not where one hung."""
-    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
-    started, seen = [], []
-    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(kernels, "works", lambda device: True)
-    monkeypatch.setattr(kernels, "compile_ahead", lambda jobs, seconds: None)
-    killed = []
-    process = SimpleNamespace(kill=lambda: killed.append(True))
-    monkeypatch.setattr(kernels, "_started", lambda *given: (started.append(given), process)[1])
-    monkeypatch.setattr(kernels, "tried", lambda trials, until, table: seen.append(set(trials)))
-    monkeypatch.setattr(kernels.devices, "target_of", lambda device: kernels.tiles.TARGETS["sm_90"])
-    for name in ("gemm", "fp8", "overlap"):  # leave something for the next run
-        monkeypatch.setattr(getattr(kernels, name), "measure", lambda *_: 1)
-    monkeypatch.setattr(kernels.fp8, "right", lambda *_: None)
-    for times in (1, 2):
-        kernels.main(["--out", str(tmp_path)])
-        assert started == [("--grouped", layout) for layout in kernels.LAYOUTS] * times
-        assert seen == [set(kernels.LAYOUTS)] * times
-    lines = (tmp_path / "kernels.jsonl").read_text()
-    failed = json.dumps({"note": "hangs", "failed": kernels.HOPPER_SECTION})
-    (tmp_path / "kernels.jsonl").write_text(lines + failed + "\n")
-    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.tiles.HOPPER)
-    kernels.main(["--out", str(tmp_path)])
-    assert len(started) == len(killed) == 6 and len(seen) == 2 and not kernels.tiles.HOPPER
 
 
 def test_parts_of_the_transport_and_of_the_step_have_their_turns(monkeypatch, tmp_path):
@@ -429,15 +379,24 @@ def test_parts_of_the_transport_and_of_the_step_have_their_turns(monkeypatch, tm
 
     monkeypatch.setattr(device, "right", right)
     monkeypatch.setattr(device, "graph", lambda gpu, size, table: calls.append(f"graph {size}"))
-    monkeypatch.setattr(device, "light", lambda gpu, table: 2.5)
-    stand_in = SimpleNamespace(kind="standin", refusal=lambda ranks: None if ranks < 4 else "too many")
+    monkeypatch.setattr(device, "light", lambda gpu, size, table: 1.0 + size)
+    stand_in = SimpleNamespace(
+        kind="standin", refusal=lambda ranks: None if ranks < 4 else "too many", apart=lambda ranks: ranks < 2
+    )
     verdicts = device.measure(stand_in, table.Table({}))
     assert calls == ["collectives 1", "graph 1", "collectives 2", "graph 2"]
     assert (
         verdicts["collectives and graph at 1 ranks"] is False and verdicts["collectives and graph at 2 ranks"] is True
     )
     assert verdicts["collectives at 1 ranks: RuntimeError: invalid argument"] is False
-    assert verdicts["overhead over torch's NCCL backend under 3 us a call: 2.50"] is True
+    overhead = "overhead over torch's NCCL backend under 3 us a call"
+    alone = "not measured: one rank takes another path in NCCL (2.00 us there)"
+    assert verdicts[overhead] == alone, "one GPU cannot reach the goal"
+    stand_in.apart = lambda ranks: True
+    verdicts = device.measure(stand_in, table.Table({}))
+    assert verdicts[f"{overhead}: 3.00"] is False, "the figure of two ranks counts, not that of one"
+    assert device.judged({1: 5.0, 2: 2.9}) == {f"{overhead}: 2.90": True}
+    assert device.judged({2: None}) == device.judged({}) == {overhead: "not measured"}
 
     def layers(*_):
         raise RuntimeError("no kernel image")
@@ -455,11 +414,31 @@ def test_parts_of_the_transport_and_of_the_step_have_their_turns(monkeypatch, tm
         return 1.0, 1.0, 0.0
 
     monkeypatch.setattr(gpu_step, "layers", layers)
+
+    def profile(comms, sizes, path):
+        assert len(alive) == 2 and sizes is gpu_step.TOY_STEPS["gpt h=32"], "behind all that is measured"
+        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+
     monkeypatch.setattr(gpu_step, "step", step)
-    assert gpu_step.main(["--walk", "--out", str(tmp_path)]) == 2 and len(alive) == 2
+    monkeypatch.setattr(gpu_step, "profile", profile)
+    assert gpu_step.main(["--walk", "--out", str(tmp_path)]) == 3 and len(alive) == 2
     notes = [line["note"] for line in read_rows(tmp_path / "gpu_step.jsonl") if "verdict" in line]
     assert {"layers: RuntimeError: no kernel image: False", "gpt h=32: RuntimeError: out of memory: False"} <= {*notes}
+    assert {"begun": "gpt h=32"} in read_rows(tmp_path / "gpu_step.jsonl"), "what a kill leaves"
+    assert "a profile: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES: False" in notes
     assert "gpt h=32 recomputed, losses apart (at most 0.02): 0.0e+00: True" in notes
+
+
+def test_processes_that_measure_together_have_a_limit(monkeypatch):
+    """Of the time, and of how they end."""
+    stand_in = SimpleNamespace(kind="standin")
+    monkeypatch.setattr(device, "TOGETHER_SECONDS", 0.01)
+    with pytest.raises(RuntimeError, match=r"2 ranks did not end within 0\.01 s"):
+        device.in_processes(stand_in, 2)
+    monkeypatch.setattr(device, "TOGETHER_SECONDS", 60)
+    monkeypatch.setattr(device.sys, "executable", "false")
+    with pytest.raises(RuntimeError, match="rank 0 of 2 ended with 1"):
+        device.in_processes(stand_in, 2)
 
 
 def test_the_host_has_a_head_start_in_the_step(monkeypatch):
@@ -523,6 +502,35 @@ def test_sources_are_those_that_are_run(tmp_path):
     assert len(set(found)) == 3
 
 
+@pytest.mark.slow
+def test_what_a_part_imports_is_in_its_digest():
+    """So that what is mended in it is measured anew. The share that is predicted of a product is no measurement."""
+    code = (
+        "import importlib, os, sys\n"
+        "from bench.lib.table import RUN_BY, _run_by\n"
+        "from pathlib import Path\n"
+        "for part in RUN_BY:\n"
+        "    if os.fork() == 0:\n"
+        "        importlib.import_module(f'bench.{part}')\n"
+        "        rooms = ('bench', 'axo_kernels') if part == 'kernels' else ('bench', 'axo_kernels', 'axo')\n"
+        "        mine = [module for name, module in sys.modules.items() if name.split('.')[0] in rooms]\n"
+        "        files = [Path(module.__file__) for module in mine]\n"
+        "        known = _run_by(part)\n"
+        "        print(part, len(files), [file.name for file in files\n"
+        "            if file not in known and not set(file.parents) & set(known)], flush=True)\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(gpu.__file__).parents[1], capture_output=True, text=True
+    )
+    rest = {"__init__.py", "roofline.py"}
+    found = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    assert [part for part, *_ in found] == [part.name for part in gpu.PARTS], done.stderr
+    for part, count, missing in found:
+        assert int(count) > 10 and set(ast.literal_eval(missing)) <= rest, (part, missing)
+
+
 def test_what_is_gone_on_with(tmp_path):
     """Rows of the same device, versions and sources, of a run that left something out or was killed; nothing else."""
     path, known = tmp_path / "kernels.jsonl", {"device": "a GPU", "sources": "abc", "date": "today"}
@@ -550,3 +558,21 @@ def test_what_is_gone_on_with(tmp_path):
     *rows, cut_off = found(head, {"begun": "NN"}, {"over": "NN"}, begun, row)
     assert rows == [row] and cut_off["failed"] == "NT" and "NT: not tried again" in cut_off["note"]
     assert found(head, row, cut_off) == [row, cut_off], "nor by a third run"
+    *_, within = found(head, begun, {"begins": "one tile"}, {"begins": "another"})
+    assert within["cut_off"] == "another" and within["note"].endswith("in the middle of it, at another")
+
+
+def test_an_error_leaves_its_traceback(capsys, tmp_path):
+    """In the file and on the screen. In a line, how it begins and how it ends: Triton says what is wrong last."""
+
+    def compiles():
+        raise ValueError("PassManager::run failed\n  at 12:3\nptxas fatal: not enough registers\n")
+
+    one = table.Table({}, tmp_path / "kernels.jsonl", earlier=())
+    assert attempts.attempt("NT", compiles, torch.device("cpu"), one)
+    assert one.failed == {"NT": "NT: ValueError: PassManager::run failed ... ptxas fatal: not enough registers"}
+    verdicts = {}
+    kernels.section("numerics", compiles, torch.device("cpu"), one, verdicts)
+    found = [line for line in read_rows(tmp_path / "kernels.jsonl") if "trace" in line]
+    assert len(found) == 2 and all("in compiles" in line["trace"] for line in found) and len(verdicts) == 1
+    assert capsys.readouterr().out.count("Traceback") == 2

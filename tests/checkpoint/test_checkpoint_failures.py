@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 import axo
-from axo.checkpoint import CheckpointError, consolidate, latest, load, save
+from axo.checkpoint import CheckpointError, consolidate, latest, load, save, writer
 from axo.checkpoint.folder import complete, name_of
+from axo.launch import RankFailed, launch_local
 from tests.launcher import rank_outcomes, run_ranks
 
 
@@ -139,3 +141,47 @@ def test_a_complete_checkpoint_loads_after_each_of_fifty_kills(tmp_path: Path) -
     parts = len(list(tmp_path.glob(".step-*")))
     print(f"50 kills while saving: every newest checkpoint loaded, steps {steps[0]} to {steps[-1]}, {parts} left over")
     assert steps == sorted(steps)
+
+
+END = """
+import atexit, resource, signal, sys
+import torch
+from axo.checkpoint import save
+
+atexit.register(print, "the others' end")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+if sys.argv[2] == "full":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+save(sys.argv[1], torch.nn.Linear(100, 100), async_=True)
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("disk", ["empty", "full"])
+def test_a_program_whose_last_save_fails_says_so(tmp_path: Path, disk: str) -> None:
+    """Nobody waits for the save. Oracle: the exit code, and what is there."""
+    program = [sys.executable, "-c", END, str(tmp_path), disk]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.splitlines() == ["trained", "the others' end"], ended
+    found = [path.name for path in tmp_path.iterdir() if path.name.startswith("step-")]
+    if disk == "full":
+        assert (ended.returncode, found) == (1, []) and "was not written" in ended.stderr, ended
+    else:
+        assert (ended.returncode, found) == (0, [name_of(0)]), ended
+
+
+def fail_last(folder: str) -> None:
+    comms = axo.connect("2x1x1x1")
+    writer.seal = breaks  # type: ignore[assignment]
+    save(folder, nn.Linear(4, 4), comms=comms, async_=True)
+
+
+def breaks(*_: object) -> None:
+    raise OSError("no space left")
+
+
+def test_local_ranks_whose_last_save_fails_say_so(tmp_path: Path) -> None:
+    """launch_local forks its ranks, where atexit runs nothing."""
+    with pytest.raises(RankFailed, match="step-00000000 was not written: rank 0: no space left"):
+        launch_local(fail_last, 2, str(tmp_path))
+    assert not complete(tmp_path)

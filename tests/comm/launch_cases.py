@@ -2,8 +2,9 @@
 
     python -m tests.comm.launch_cases          prints the table of docs/devices.md
 
-A cell says whether some order in which kernels may begin stops for ever, and how many states were looked at: all there
+A cell says whether some order in which blocks may begin stops for ever, and how many states were looked at: all there
 are, or those up to the first stop. With an order of launches, or of a shared stream, few orders are left to look at.
+Cases that differ in the machine alone and end alike share a row, with the sum of their states.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def reduced_product(rank, axis, strategy, chunks=2):
         rank.wait([rank.collective(axis, flag_of=producer, forked=point) for _ in range(chunks)])
 
 
-def gathered_product(rank, axis, strategy, chunks=2):
+def gathered_product(rank, axis, strategy, chunks=2, cap=0):
     """A product of an operand that is gathered over an axis."""
-    works = [rank.collective(axis) for _ in range(chunks)]
+    works = [rank.collective(axis, cap=cap) for _ in range(chunks)]
     if strategy == "signal":
         rank.compute("consumer", spins_for=works)
         rank.wait(works)
@@ -84,6 +85,14 @@ def gathered_and_reduced(rank, strategy):
     reduced_product(rank, "y", strategy)
 
 
+def capped_beside_sum(rank, strategy):
+    """A pending sum over y, which nobody has capped, then an operand that is gathered over z by one channel."""
+    ahead = rank.collective("y")
+    gathered_product(rank, "z", strategy, cap=CAP)
+    rank.wait([ahead])
+
+
+CAP = 1
 STRATEGIES = ("serial", "split", "signal")
 POLICIES = {
     "own streams, no order": OWN,
@@ -113,30 +122,65 @@ class Case(NamedTuple):
 
 
 STEP, BESIDE, GATHER = "a step on all axes", "a blocking sum beside a gather", "a gathered product, then a summed one"
-PROGRAMS = {STEP: step, BESIDE: reduced_beside_gather, GATHER: gathered_and_reduced}
-HEAD = """| program | policy | grid x, y, z | multiprocessors | serial | split | signal |
-|---|---|---|---|---|---|---|
+CAPPED = "a sum, then a product behind a capped gather"
+PROGRAMS = {STEP: step, BESIDE: reduced_beside_gather, GATHER: gathered_and_reduced, CAPPED: capped_beside_sum}
+TODAY = ("own streams, launch order", "shared stream, one chain")
+SIZES = ((1, 1), (2, 1), (2, 2), (3, 2), (4, 2))  # multiprocessors, and channels of a collective
+HEAD = """| program | policy | grid x, y, z | multiprocessors / channels | begins first | serial | split | signal |
+|---|---|---|---|---|---|---|---|
 """
 
 
+def few_enough(policy, grid, units, channels, priorities):
+    """Whether all states of a step can be looked at in a second: always with the policies of today."""
+    if policy in TODAY:
+        return True
+    if grid == "1x2x2":
+        return POLICIES[policy] != OWN or units < 3
+    if priorities:
+        return units == 1
+    return units < 4 and (POLICIES[policy] != OWN or (units, channels) != (2, 1))
+
+
 def cases():
-    """All rows. Without an order 2x2x2 on two multiprocessors has too many states to look at all."""
-    for policy, grid, units in product(POLICIES, ("1x2x2", "2x2x2"), (1, 2)):
-        if (POLICIES[policy], grid, units) != (OWN, "2x2x2", 2):
-            yield Case(STEP, policy, grid, Machine(units, 1))
-    for policy in POLICIES:
-        yield Case(BESIDE, policy, "1x2x2", Machine(1, 1))
-    for policy, reserved in product(("own streams, launch order", "shared stream, one chain"), (1, 0)):
-        yield Case(GATHER, policy, "1x2x2", Machine(2, reserved))
+    """All cases."""
+    for policy, grid, size, priorities in product(POLICIES, ("1x2x2", "2x2x2"), SIZES, (False, True)):
+        if few_enough(policy, grid, *size, priorities):
+            yield Case(STEP, policy, grid, Machine(size[0], 1, size[1], priorities))
+    for policy, (units, channels), priorities in product(POLICIES, SIZES, (False, True)):
+        yield Case(BESIDE, policy, "1x2x2", Machine(units, 1, channels, priorities))
+    for policy, (units, reserved, channels), priorities in product(
+        TODAY, ((2, 1, 1), (2, 0, 1), (4, 2, 2), (4, 1, 2)), (False, True)
+    ):
+        yield Case(GATHER, policy, "1x2x2", Machine(units, reserved, channels, priorities))
+    for policy, together, (units, reserved), priorities in product(
+        TODAY, (True, False), ((3, 1), (4, 3)), (False, True)
+    ):
+        yield Case(CAPPED, policy, "1x2x2", Machine(units, reserved, 2, priorities, together))
 
 
 def table(rows) -> str:
-    """The rows of :func:`cases`, searched, in Markdown."""
-    text = HEAD
+    """The cases, searched, in Markdown."""
+    alike: dict[tuple, dict[str, dict[bool, list[Model]]]] = {}  # -> what the machines are called -> priorities
     for case, found in rows.items():
-        machine = f"{case.machine.units}" + (f", {case.machine.reserved} left free" if case.program == GATHER else "")
-        cells = [f"{'**stops**' if model.stuck else 'none'} ({model.states:,})" for model in found.values()]
-        text += "| " + " | ".join([case.program, case.policy, case.grid, machine, *cells]) + " |\n"
+        machine = case.machine
+        size = f"{machine.units} / {machine.channels}"
+        if case.program in (GATHER, CAPPED):
+            size += f", {machine.reserved} left free"
+        program = case.program + ("" if machine.wait_for_each_other else ", each channel by itself")
+        ends = tuple("**stops**" if model.stuck else "none" for model in found.values())
+        same = alike.setdefault((program, case.policy, case.grid, ends), {})
+        same.setdefault(size, {})[machine.priorities] = list(found.values())
+    text = HEAD
+    for (program, policy, grid, ends), sizes in alike.items():
+        for title, wanted in (("any", {False}), ("communication", {True}), ("either", {False, True})):
+            group = [size for size, by_priority in sizes.items() if by_priority.keys() == wanted]
+            if not group:
+                continue
+            searched = [models for size in group for models in sizes[size].values()]
+            states = [sum(model.states for model in models) for models in zip(*searched, strict=True)]
+            cells = [f"{end} ({count:,})" for end, count in zip(ends, states, strict=True)]
+            text += "| " + " | ".join([program, policy, grid, "; ".join(group), title, *cells]) + " |\n"
     return text
 
 

@@ -29,7 +29,7 @@ def calls(core, source, out, blocking=True):
         core.plain_broadcast(source, 0, blocking, -1),
         core.plain_all_gather(source, out, blocking, -1),
         core.plain_all_reduce(source, SUM, blocking, -1),
-        core.plain_reduce_scatter(source, out, SUM, blocking, -1),
+        core.plain_reduce_scatter(source, (out, SUM), blocking, -1),
     )
 
 
@@ -97,13 +97,13 @@ def test_tensors_that_do_not_fit_are_looked_at_closely(one):
         (memory[:4], memory[2:6]),  # overlap
     ):
         assert one.plain_all_gather(source, out, True, -1) is None
-        assert one.plain_reduce_scatter(source, out, SUM, True, -1) is None
+        assert one.plain_reduce_scatter(source, (out, SUM), True, -1) is None
     assert one.plain_all_gather(memory, memory, True, -1) is not None  # this rank's part of it
-    assert one.plain_reduce_scatter(memory, memory, SUM, True, -1) is None
-    assert one.plain_reduce_scatter(torch.zeros(()), torch.zeros(()), SUM, True, -1) is None  # no rows
+    assert one.plain_reduce_scatter(memory, (memory, SUM), True, -1) is None
+    assert one.plain_reduce_scatter(torch.zeros(()), (torch.zeros(()), SUM), True, -1) is None  # no rows
     for op in (-1, len(_C.OPS), OPS["band"]):
         assert one.plain_all_reduce(memory, op, True, -1) is None
-        assert one.plain_reduce_scatter(memory, torch.zeros(12), op, True, -1) is None
+        assert one.plain_reduce_scatter(memory, (torch.zeros(12), op), True, -1) is None
 
 
 def test_a_tensor_inside_vmap_is_looked_at_closely(one):

@@ -43,6 +43,7 @@ NOT_RUN = {
     r"^axo bench": "measures for minutes; tests/bench runs the benches in small",
     r"^axo tune": "measures a GPU's products; tests/kernels/tune runs the tuner in small",
     r"^axo profile": "measures this machine for minutes; tests/perf/test_input.py runs it in small",
+    r"bench\.tools\.bare_run": "wants root and minutes; tests/bench/test_bare_run.py has its parts",
     r" out/(final|step-)": "goes on from a run of the reader's; tests/integrations/litgpt/test_checkpoints.py does it",
     r"train\.py|PID|axo-flight": "names a program, process or files of the reader's; tests/comm/test_flight.py has all",
     r"examples\.(vit|memorization)": "takes minutes; tests/examples runs it with -m soak",

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from axo_kernels import Tuner, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from axo_kernels import SignalTimeout, Tuner, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from axo_kernels.gemm.layout import Product
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.model import tune_model
 from axo_kernels.tune.model_shapes import MODELS, layers
 from bench import overlap
+from bench.lib import simulated
 from bench.lib.simulated import SimulatedCommunicator
 from bench.lib.table import Table
 from tests.launcher import Command
@@ -81,6 +82,46 @@ def test_the_simulated_link_gives_what_equal_ranks_give(strategy):
     assert torch.equal(ones, torch.ones(4)), "for timing: it takes its time, and changes nothing"
 
 
+def test_the_wire_is_held_by_a_clock_that_does_not_slow_down():
+    """Compiled for Hopper: the clock of nanoseconds is read before the loop and in each round of it."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from bench.lib.wire import hold
+
+    source = ASTSource(hold, {"nanoseconds": "i32"}, {})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"]
+    before, _, loop = ptx.partition("Inner Loop Header")
+    assert before.count("mov.u64 %rd2, %globaltimer;") == 1 and "clock64" not in ptx
+    assert loop.partition("bra")[0].count("%globaltimer;") == 1, "read once a round, up to the branch back"
+
+
+@pytest.mark.parametrize(("took", "counts"), [(2.01e-3, False), (3e-3, True), (None, True)])
+def test_a_wire_whose_clock_is_wrong_counts_cycles(monkeypatch, capsys, took, counts):
+    """An untried kernel must not be what all of overlap rests on: one that keeps no time, or does not run, is left."""
+    given = []
+
+    class Hold:
+        def __getitem__(self, grid):
+            assert grid == (1,)
+            if took is None:
+                raise RuntimeError("no kernel image")
+            return lambda nanoseconds, num_warps: given.append(("ns", nanoseconds))
+
+    def on_device(call):
+        call()
+        return 0.01 if given[-1][0] == "cycles" else took
+
+    monkeypatch.setattr("bench.lib.wire.hold", Hold())
+    monkeypatch.setattr(simulated, "took_on_device", on_device)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: given.append(("cycles", cycles)))
+    monkeypatch.setattr(simulated, "_KEEPS_TIME", set())
+    simulated.holder(torch.device("cuda"))(1e-3)
+    assert given[-1] == (("cycles", 2_000_000) if counts else ("ns", 1_000_000))
+    assert ("counts cycles" in capsys.readouterr().out) == counts
+
+
 def run_bench(name, *arguments, common=("--device", "cpu", "--rounds", "3")):
     command = Command(f"bench.{name}", *common, *arguments)
     printed = command.communicate()
@@ -124,7 +165,7 @@ def test_a_section_that_dies_is_a_verdict():
     table, device, verdicts = Table({}), torch.device("cpu"), {}
     assert not section("numerics", dies, device, table, verdicts)
     assert section("rounds", lambda: None, device, table, verdicts)
-    assert not table.failed and verdicts == {"numerics ended early: RuntimeError: no kernel image": False}
+    assert not table.failed and verdicts == {"numerics ended early: RuntimeError: no kernel image ... and more": False}
 
 
 def test_overlap_is_judged_by_the_fastest_strategy_and_against_serial():
@@ -196,13 +237,17 @@ def test_fp8_is_checked_against_what_was_rounded(monkeypatch):
 
 
 def adds_by_both_rivals():
-    from bench.gemm import adding_calls
+    from bench.gemm import adding_calls, adding_error
 
     a, b = (torch.randint(-2, 3, shape).float() for shape in ((32, 16), (32, 48)))
     calls = adding_calls(a, b, [None])
-    for call in calls:
+    for call in calls.values():
         first = call().clone()
         assert torch.equal(call() - first, a.T @ b)
+        assert adding_error(call, a, b) == 0.0
+    zeros = torch.zeros(16, 48)
+    assert adding_error(lambda: zeros.add_(a.T @ b).mul_(1.25), a, b) > 0.2, "one that is wrong"
+    assert adding_error(lambda: zeros.copy_(a.T @ b), a, b) > 0.01, "one that does not add"
     return len(calls)
 
 
@@ -222,7 +267,7 @@ def test_speed_is_judged_by_class():
         sizes = {"layout": product.layout, "m": product.m, "n": product.n, "k": product.k}
         return sizes | {
             "product": product.name, "triton_ratio": triton, "tuned_ratio": tuned, "errors": {"triton": 2e-3},
-            "accumulate_ratio": 1.2 if product.layout == "TN" else None,
+            "accumulate_ratio": 1.2 if product.layout == "TN" else None, "right": product is not square,
         }  # fmt: skip
 
     rows = [row(product, 0.94 if product.n == 16384 else 0.89) for product in gpt]
@@ -230,6 +275,7 @@ def test_speed_is_judged_by_class():
     assert list(found.items()) == [
         ("GPT shapes measured: 6 of 6", True),
         ("Triton's relative error: 2.0e-03 over 7 shapes (goal: at most 0.004)", True),
+        ("products with a wrong result, added to a gradient too: 1 over 7 shapes (goal: at most 0)", False),
         ("Triton NN, K >= 2048, >= 4 waves, of torch: 0.940 over 1 shapes (goal: at least 0.95)", False),
         ("Triton NT, K >= 2048, >= 4 waves, of torch: 0.940 over 1 shapes (goal: at least 0.95)", False),
         ("Triton TN, K >= 2048, >= 4 waves, of torch: 0.940 over 1 shapes (goal: at least 0.93)", True),
@@ -289,3 +335,21 @@ def test_overlap_is_timed_without_the_simulated_effects(monkeypatch):
     overlap.measure([(32, 32, 32)], [0.4], [2], torch.float32, torch.device("cpu"), table, options)
     assert not table.failed and len(table.rows) == 3 * 2 and all(row["right"] for row in table.rows)
     assert seen == {(False, True), (True, False)}
+
+
+def test_graphs_that_wait_in_vain_are_tried_once(monkeypatch):
+    """Each try costs the seconds of the bound; graphs of what waits for no flag are timed, in each case."""
+    tried = []
+
+    def graphs(calls, device, rounds, comm):
+        tried.append(len(calls))
+        if len(calls) == 2 + 2:
+            raise SignalTimeout("rank 0 waited")
+        return [1.0, 2.0, 1.5][: len(calls)]
+
+    monkeypatch.setattr(overlap, "_graphs", graphs)
+    options, table = SimpleNamespace(rounds=3, seconds=60.0, size=4), Table({})
+    overlap.measure([(32, 32, 32)], [0.4, 0.8], [2], torch.float32, torch.device("cpu"), table, options)
+    assert tried == [4] + [3] * 6 and len(table.rows) == 6 * 2
+    for row in table.rows:
+        assert row["graph_efficiency"] == (0.5 if row["strategy"] == "split" else None)

@@ -14,9 +14,12 @@ from litgpt.model import GPT
 from torch import nn
 
 import axo
+import axo.matmul.products as products_module
 import axo_kernels.tune.choice as choice_module
+import axo_kernels.tune.runners as runners_module
 import axo_kernels.tune.tuner as tuner_module
 from axo.matmul.products import products_of
+from axo_kernels.gemm.tiles import HOPPER, TARGETS
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.timing import Timing
 from tests.gpt import LLAMA, batch
@@ -266,3 +269,111 @@ def test_a_mode_that_is_none_is_refused(monkeypatch):
     monkeypatch.setenv("AXO_TUNE", "sometimes")
     with pytest.raises(ValueError, match="AXO_TUNE='sometimes' is not known; use one of off, cached, first-step"):
         axo.nn.Linear(4, 4, comms=axo.connect("1x1x1x1"))
+
+
+def choose_a_kernel_that_adds(chosen):
+    """Let dW be a product of the kernel for Hopper (by a stand-in), or of torch; returns what it was told of adding."""
+    os.environ["AXO_TUNE"] = "off"
+    added = []
+
+    def kernel(a, b, layout, *, backend, config, out=None, bias=None, accumulate=False, **rest):
+        assert (layout, backend, bool(config.groups)) == ("TN", "triton", True)
+        result = a.float().mT @ b.float()
+        added.append(accumulate)
+        if accumulate:
+            assert out.dtype == torch.float32
+            return out.add_(result)
+        return result.to(a.dtype) if out is None else out.copy_(result)
+
+    runners_module.matmul, runners_module.describable = kernel, lambda *operands: True
+    runners_module.target_of = lambda device: TARGETS["sm_90"]
+    mine = Choice("triton", "TN", HOPPER[-1]) if chosen else Choice("vendor", "TN")
+    products_module.LayerProducts._choice = lambda self, kind, *sizes: (
+        mine if kind == "grad_weight" else Choice("vendor", products_module.LAYOUT[kind])
+    )
+    return added
+
+
+def gradients_of_micro_batches(grid, chosen):
+    """What three micro-batches under no_sync have left, and .grad after a fourth; products in bf16, weights in fp32."""
+    added = choose_a_kernel_that_adds(chosen)
+    comms = axo.connect(grid)
+    torch.manual_seed(1)
+    model = axo.parallelize(nn.Sequential(nn.Linear(24, 10)), comms, plan="auto")
+    weight, seen = model[0].weight, []
+
+    def backward():
+        x, grad = (my_rows(comms, torch.randn(32, size)) for size in (24, 10))
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        seen.append((x, grad))
+        output.backward(grad.to(output.dtype))
+
+    with axo.no_sync(model):
+        for _ in range(3):
+            backward()
+    (kept,) = (
+        each.tensor.clone()
+        for each in model[0].matmul.exchange.engine.gradients.deferred.values()
+        if each.parameter is weight
+    )
+    backward()
+    return kept, weight.grad, added, seen
+
+
+@pytest.mark.parametrize("grid", ["1x1x1x2", "1x1x2x1"])
+def test_a_kernel_that_adds_adds_to_what_micro_batches_have_left(grid):
+    """Oracle: the same products computed, rounded and added apart, and in fp64. Apart, each product is rounded to bf16,
+    half of its last bit off at most (2**-8 of itself); added by the kernel, only the first one is, and the fp32 sums of
+    three times 16 exact products are off by less than 2**-18 of what is added up."""
+    apart, together = (run_ranks(gradients_of_micro_batches, 2, grid, chosen) for chosen in (False, True))
+    for (kept, grad, added, seen), (other, other_grad, others, _) in zip(together, apart, strict=True):
+        assert added == [False, True, True, False] and others == []
+        each = [dy.bfloat16().double().T @ x.bfloat16().double() for x, dy in seen]
+        most = [dy.bfloat16().double().abs().T @ x.bfloat16().double().abs() for x, dy in seen]
+        exact, fuzz = sum(each[:3]), 2**-18 * sum(most[:3])
+        assert ((kept[:10] - exact).abs() <= 2**-8 * each[0].abs() + fuzz).all()
+        assert ((other[:10] - exact).abs() <= 2**-8 * sum(one.abs() for one in each[:3]) + 2 * fuzz).all()
+        assert not torch.equal(kept, other), "the kernel rounds once less"
+        # what is reduced is rounded once, the mean of two ranks once more, and the sums differ by what is above
+        limit = 4 * 2**-8 * (most[0].amax() + most[1].amax() + most[2].amax() + most[3].amax())
+        assert grad.dtype == torch.float32 and (grad - other_grad).abs().max() <= limit
+
+
+def grad_of_three_passes(hooked):
+    """On a rank of a grid that cuts features alone, where autograd adds dW to .grad; then what must not be added."""
+    added = choose_a_kernel_that_adds(True)
+    comms = axo.connect("2x1x1x1")
+    layer = axo.nn.Linear(24, 10, comms=comms)
+    if hooked:
+        layer.weight.register_hook(lambda grad: 2 * grad)
+    torch.manual_seed(1)
+    seen = [(torch.randn(32, 24), torch.randn(32, 5)) for _ in range(3)]
+
+    def passed(x, dy):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x), dy.bfloat16()
+
+    versions = []
+    for output, dy in (passed(*each) for each in seen):
+        output.backward(dy)
+        versions.append(layer.weight.grad._version)
+    grad, told = layer.weight.grad.clone(), list(added)
+    output, dy = passed(*seen[0])
+    (alone,) = torch.autograd.grad(output, layer.weight, dy)
+    assert torch.equal(layer.weight.grad, grad), "autograd.grad adds to nothing"
+    assert hooked or versions[0] < versions[1] < versions[2], "a change in place, which autograd may ask about"
+    return grad, told, seen, alone
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_kernel_that_adds_adds_to_grad_itself_where_nothing_is_reduced(hooked):
+    """Oracle and limits as above. A hook is to see each gradient, so there each comes by itself."""
+    for grad, added, seen, alone in run_ranks(grad_of_three_passes, 2, hooked):
+        assert added == ([False, False, False] if hooked else [False, True, True])
+        each = [dy.bfloat16().double().T @ x.bfloat16().double() for x, dy in seen]
+        most = sum(dy.bfloat16().double().abs().T @ x.bfloat16().double().abs() for x, dy in seen)
+        rounded = each if hooked else each[:1]
+        limit = (1 + hooked) * 2**-8 * sum(one.abs() for one in rounded) + 2**-17 * most
+        assert ((grad - (1 + hooked) * sum(each)).abs() <= limit).all()
+        assert ((alone - (1 + hooked) * each[0]).abs() <= (1 + hooked) * 2**-8 * each[0].abs() + 2**-17 * most).all()

@@ -249,7 +249,9 @@ class Draws(nn.Module):
 
 def other_draws_and_buffers():
     comms = axo.connect("1x1x1x2")
+    before = random.getstate()
     model = axo.parallelize(Draws(), comms, plan="auto")
+    assert random.getstate() == before, "tracing left a trace"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random, "random", lambda: float(comms.rank))
         model(torch.ones(2, 8)).sum().backward()

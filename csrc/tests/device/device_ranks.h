@@ -34,6 +34,8 @@ inline bool shares_a_stream() { return is_hip() || is_old(); }
 const char* running();  // the test's name
 // One of every minor version from 2.18 on, and both of 2.28, where windows changed: those that the family may be.
 std::vector<int> versions();
+// Threads that this process has made so far, whoever made them.
+long threads_made();
 // The folder of this family's libraries.
 std::string folder();
 

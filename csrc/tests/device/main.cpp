@@ -1,10 +1,13 @@
 // tests FAMILY [substring]: runs the tests against the stand-ins of one family, each within a deadline.
+#include <dlfcn.h>
 #include <libgen.h>
 #include <limits.h>
+#include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 
@@ -14,6 +17,7 @@ namespace device {
 namespace {
 std::string the_family = "cuda";
 const char* the_running = "";
+std::atomic<long> the_threads{0};
 
 void on_alarm(int) {
   (void)!::write(2, "TIMEOUT in ", 11);
@@ -25,6 +29,7 @@ void on_alarm(int) {
 
 const std::string& family() { return the_family; }
 const char* running() { return the_running; }
+long threads_made() { return the_threads; }
 
 std::vector<int> versions() {
   std::vector<int> all = {21801, 21903, 22005, 22105, 22203, 22304, 22403, 22501,
@@ -109,6 +114,13 @@ void* __wrap_dlsym(void* library, const char* name) {
   if (version && found != since.end() && version < found->second && !own) return nullptr;
   return __real_dlsym(library, name);
 }
+}
+
+// Stands before the C library's for the whole process: also for std::thread, and for the stand-ins.
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*run)(void*), void* given) {
+  static const auto next = reinterpret_cast<decltype(&pthread_create)>(__real_dlsym(RTLD_NEXT, "pthread_create"));
+  ++device::the_threads;
+  return next(thread, attributes, run, given);
 }
 
 int main(int argc, char** argv) {

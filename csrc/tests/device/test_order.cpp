@@ -180,25 +180,59 @@ TEST(kernels_that_do_not_fit_beside_each_other) {
   }
 }
 
+// Oracles: the process's own pthread_create, and what the stand-in says that the library would have made.
 TEST(no_launch_makes_a_thread) {
+  const long before = threads_made();
+  std::thread([] {}).join();
+  CHECK_EQ(threads_made() - before, 1);  // it counts
   for (int version : versions()) {
     standin::settings().nccl_version = version;
-    ranks(2, [](Rank& me) {
+    Meet both(2);
+    ranks(2, [&](Rank& me) {
       Comm a = me.connect("a"), b = me.connect("b");
+      auto capped = a->capped(4, "capped");
       float x = 1, y = 1;
+      std::uint32_t flag = 0;
+      both.here();  // both ranks' communicators are there
+      const long made = threads_made();
+      const auto none = [&](const char* what, const std::function<void()>& operation) {
+        operation();
+        both.here();
+        if (threads_made() != made) check::fail(__FILE__, __LINE__, std::string(what) + " has made a thread");
+        both.here();
+      };
       for (const bool blocking : {false, true}) {
-        a->all_reduce(&x, &x, 1, f32, ReduceOp::max, me.on_stream(blocking))->wait();
-        if (me.rank == 0) a->send(&x, 1, f32, 1, 0, me.on_stream(blocking))->wait();
-        if (me.rank == 1) a->recv(&y, 1, f32, 0, 0, me.on_stream(blocking))->wait();
+        const CallOptions how = me.on_stream(blocking);
+        none("a sum", [&] { a->all_reduce(&x, &x, 1, f32, ReduceOp::max, how)->wait(); });
+        none("a transfer", [&] {
+          if (me.rank == 0) a->send(&x, 1, f32, 1, 0, how)->wait();
+          if (me.rank == 1) a->recv(&y, 1, f32, 0, 0, how)->wait();
+        });
+        none("a capped sum", [&] { capped->all_reduce(&x, &x, 1, f32, ReduceOp::max, how)->wait(); });
+        none("a barrier", [&] { a->barrier(how)->wait(); });
       }
-      axo::group_start();
-      auto work = a->all_reduce(&x, &x, 1, f32, ReduceOp::max, me.on_stream());
-      b->all_reduce(&y, &y, 1, f32, ReduceOp::max, me.on_stream());
-      axo::group_end();
-      work->wait();
-      standin::synchronize(me.stream);
-      a->shutdown();
-      b->shutdown();
+      none("a group", [&] {
+        axo::group_start();
+        auto work = a->all_reduce(&x, &x, 1, f32, ReduceOp::max, me.on_stream());
+        b->all_reduce(&y, &y, 1, f32, ReduceOp::max, me.on_stream());
+        axo::group_end();
+        work->wait();
+      });
+      none("a chunk after its flag", [&] {
+        CallOptions by_flag = me.on_stream();
+        by_flag.after_caller = false;
+        capped->follow(me.stream);
+        standin::kernel(me.stream, [&] { flag = 1; });
+        if (me.context->gpu().has_stream_values()) capped->wait_flag(&flag, 1);
+        capped->all_reduce(&x, &x, 1, f32, ReduceOp::max, by_flag)->wait();
+        if (me.context->gpu().has_stream_values()) capped->write_flag(&flag, 2);
+      });
+      none("a host that waits", [&] {
+        a->all_reduce(&x, &x, 1, f32, ReduceOp::max, me.on_stream())->synchronize(kPatience);
+        standin::synchronize(me.stream);
+      });
+      standin::synchronize(capped->stream());
+      for (const Comm& comm : {capped, a, b}) comm->shutdown();
     });
     CHECK_EQ(standin::launch_threads(), 0);
   }

@@ -33,7 +33,11 @@ from axo.checkpoint.parts import Parts, SavePlanner
 from axo.checkpoint.ranks import agree, checkpoint_group, number_of, pending, rank_in, share
 from axo.checkpoint.storage import Writer, seal
 from axo.comm.connect import Communicators
+from axo.comm.extension import _C
 from axo.errors import CheckpointError, Error
+from axo.launch import BEFORE_A_RANK_ENDS
+
+BEFORE_A_RANK_ENDS.append(pending.wait)
 
 
 class Save:
@@ -76,6 +80,7 @@ def _at_exit() -> None:
         pending.wait()
     except Exception as error:
         print(f"axo: {error}", file=sys.stderr)
+        _C.end_with_failure()  # else the program would end with 0, whatever is raised here
 
 
 def save(

@@ -208,11 +208,7 @@ class Communicator:
         """
         if out is not None and scale is None:
             code = OPS.get(op, -1) if type(op) is str else -1
-
-            def plain(core: _C.Communicator, whole: Any, part: Any, blocking: bool, limit: int) -> Any:
-                return _REDUCE_SCATTER(core, whole, part, code, blocking, limit)
-
-            if (found := self._issue_plain(plain, tensor, out, out, async_op)) is not None:
+            if (found := self._issue_plain(_REDUCE_SCATTER, tensor, (out, code), out, async_op)) is not None:
                 return found
         source = self._tensor(tensor, "reduce_scatter")
         code = self._op("reduce_scatter", op, source, scale)

@@ -34,7 +34,7 @@ from axo.overlap.dispatch_modes import hidden
 from axo.overlap.events import computed, span
 from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import Gathered, version_of
-from axo.overlap.gradients import LATER, NOW, SKIP, how
+from axo.overlap.gradients import LATER, NOW, SKIP, has_hooks, how
 from axo.overlap.quantized import QuantizedWeight
 from axo.placement import Placement
 from axo_kernels.tune.choice import Choice
@@ -215,6 +215,12 @@ def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) 
     events = exchange.engine.events
     with no_autocast(grad.device):
         if exchange.leaves_whole(how):
+            kept = _grad_to_add_to(ctx, grad.dtype)
+            adding = None if kept is None else products.adding(grad, rows)
+            if adding is not None:
+                computed(events, "dW", exchange.name, products.add_grad_weight, adding, grad, rows, kept)
+                torch.autograd.graph.increment_version(weight.grad)
+                return None
             whole = computed(events, "dW", exchange.name, products.grad_weight, grad, rows)
             return whole.to(weight).view(weight.shape)
         scattering = products.scattering(grad) if products.fuses and exchange.waits_for_scatter(how, weight) else None
@@ -223,9 +229,25 @@ def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) 
             with span(events, "compute", "dW", "", exchange.name):
                 products.scatter_grad_weight(scattering, grad, rows, exchange.op, shard)
             return exchange.shard_gradient(weight, into)
+        kept = exchange.kept_block(how, weight, grad.dtype)
+        adding = None if kept is None else products.adding(grad, rows)
+        if adding is not None:
+            computed(events, "dW", exchange.name, products.add_grad_weight, adding, grad, rows, kept)
+            exchange.engine.gradients.added(weight)
+            return None
         into, grad_block = exchange.gradient_buffer(how, weight, rows.shape[1], grad)
         computed(events, "dW", exchange.name, products.grad_weight, grad, rows, grad_block)
         return exchange.weight_gradient(how, weight, into)
+
+
+def _grad_to_add_to(ctx: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    """``.grad`` as (n, k), where autograd would only add this gradient of 16-bit ``dtype`` to it in fp32; else None."""
+    kept = ctx.weight.grad
+    if kept is None or kept.dtype != torch.float32 or dtype.itemsize != 2 or not kept.is_contiguous():
+        return None
+    if how(ctx, 1) != LATER or has_hooks(ctx.weight) or ctx.matmul.exchange.weight_phase is not None:
+        return None
+    return kept.view(len(kept), -1)
 
 
 def _gathering(

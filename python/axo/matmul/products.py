@@ -128,6 +128,7 @@ class LayerProducts:
         self._site = (placement.global_shape, placement.splits, placement.blocks)
         self._features, self._even = _shares(comms, placement)
         self._runs: dict[Any, Runner] = {}
+        self._adding: dict[Any, Runner | None] = {}
         self._whole: dict[Any, bool] = {}
         self._fp8: str | None = None
         self.fuses = self.products.fused.possible
@@ -139,6 +140,7 @@ class LayerProducts:
         """
         self._fp8, self.fuses = scaling, False
         self._runs.clear()
+        self._adding.clear()
 
     def forward(self, rows: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """(m, k), (n, k), (n,) -> (m, n)."""
@@ -157,6 +159,24 @@ class LayerProducts:
         self._calls["grad_weight"] += 1
         run = self._runs.get(("grad_weight", grad.shape, rows.shape, grad.dtype))
         return (run or self._find("grad_weight", grad, rows))(grad, rows, out)
+
+    def adding(self, grad: torch.Tensor, rows: torch.Tensor) -> Runner | None:
+        """The kernel that adds the gradient of the weight to an fp32 sum as it computes it; None: none was chosen."""
+        key = (grad.shape, rows.shape, grad.dtype)
+        if key not in self._adding:
+            _keep_short(self._adding)
+            self._adding[key] = None
+            if self._fp8 is None and grad.numel() * rows.numel():
+                sizes = grad.shape[0], grad.shape[1], rows.shape[1]
+                choice = self._choice("grad_weight", *sizes, grad.dtype, grad.device)
+                if choice.config is not None and choice.config.groups:
+                    self._adding[key] = runner(choice, LAYOUT["grad_weight"])
+        return self._adding[key]
+
+    def add_grad_weight(self, run: Runner, grad: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """(m, n), (m, k) -> added to the fp32 (n, k) by what :meth:`adding` gave."""
+        self._calls["grad_weight"] += 1
+        run(grad, rows, out=out, accumulate=True)
 
     def fused_forward(self, rows: torch.Tensor, block: torch.Tensor, axis: str | None) -> torch.Tensor | None:
         """(m, k), (n, k) -> the (m, n) summed over ``axis``; None where the product and its sum are to run apart."""

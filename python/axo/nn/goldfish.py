@@ -27,7 +27,7 @@ IGNORE_INDEX = -100
 _SEED = 0x243F6A8885A308D3  # the first digits of pi: any odd-looking start serves
 _PRIME = -0x61C8864680B583EB  # 2^64 / golden ratio, odd, as a signed number
 _LOW31 = (1 << 31) - 1
-_BLOCK = 256
+BLOCK = 256
 
 
 def goldfish_mask(
@@ -104,10 +104,10 @@ def _triton_mask(tokens: torch.Tensor, k: int, h: int, ignore_index: int, drop_v
         rows = rows.contiguous()
     keep = torch.empty(rows.shape, dtype=torch.bool, device=tokens.device)
     length = rows.shape[1]
-    grid = (rows.shape[0], -(-length // _BLOCK))
+    grid = (rows.shape[0], -(-length // BLOCK))
     kernel = _kernels().goldfish_kernel
     kernel[grid](
-        rows, keep.view(torch.uint8), rows.stride(0), length, k, ignore_index, drop_value, H=h, BLOCK=_BLOCK
+        rows, keep.view(torch.uint8), rows.stride(0), length, k, ignore_index, drop_value, H=h, BLOCK=BLOCK
     )  # fmt: skip
     return keep.view(tokens.shape)
 

@@ -6,9 +6,10 @@
     loss = log s - (1 - e) d - e t / V
     dl_v = exp(l_v - m) / s - (1 - e) [v = target] - e / V
 
-(e = label_smoothing; m is never added to log s, which would cost digits where logits are large.) Statistics and
-gradient are taken in chunks of rows, so that the largest temporary is one megabyte. The gradient goes into one tensor
-of the size of this rank's logits, or with ``inplace_backward`` into the logits themselves. Columns from ``vocab_size``
+(e = label_smoothing; m is never added to log s, which would cost digits where logits are large.) On GPUs statistics and
+gradient are a kernel each (axo/nn/loss_kernels.py); elsewhere, and in fp64, they are taken in chunks of rows, so that
+the largest temporary is one megabyte. The gradient goes into one tensor of the size of this rank's logits, or with
+``inplace_backward`` into the logits themselves. Columns from ``vocab_size``
 on are padding: they count for nothing and get a zero gradient.
 
 Source: the vocabulary-parallel loss of Megatron-LM (arXiv:1909.08053, section 3); semantics of
@@ -18,6 +19,8 @@ Source: the vocabulary-parallel loss of Megatron-LM (arXiv:1909.08053, section 3
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,9 +31,11 @@ from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
 from axo.overlap.gradients import wanted
 from axo.placement import check_whole, chunk_bounds
+from axo_kernels.device import gemm_kernels, runs_triton
 
 REDUCTIONS = ("mean", "sum", "none")
-_CHUNK_ELEMENTS = 1 << 18  # 1 MiB in fp32: stays in the cache, and launches few enough kernels on a GPU
+_CHUNK_ELEMENTS = 1 << 18  # 1 MiB in fp32: stays in the cache
+_BLOCK = 4096  # columns that a program of a kernel takes at once
 
 
 class CrossEntropyLoss(nn.Module):
@@ -178,8 +183,7 @@ class _CrossEntropy(torch.autograd.Function):
         peak = torch.full((rows + 3,), -torch.inf, dtype=wide, device=logits.device)
         sums = torch.zeros((3 if options.smoothing else 2, rows), dtype=wide, device=logits.device)
         if options.real and logits.shape[-1] == options.width:
-            for start, chunk in _row_chunks(logits.detach()):
-                _chunk_statistics(chunk[:, : options.real], start, ids, peak, sums, options)
+            _statistics(logits.detach(), ids, peak, sums, options)
         own_peak, peak = _reduce_peak(peak, logits.shape[-1], options)
         _move_to_peak(sums, own_peak, peak, ids, options)
         if options.ranks > 1:
@@ -206,24 +210,80 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.used, ctx.logits = True, None
         grad = logits if options.inplace else torch.empty_like(logits)
         scale = grad_output.reshape(-1).to(peak.dtype).masked_fill(ids == options.ignore_index, 0)
-        local = ids - options.low
-        mine = (local >= 0) & (local < options.real)
-        local.masked_fill_(~mine, 0)
-        hit = torch.where(mine, -(1 - options.smoothing) * scale, 0)
-        for (start, source), (_, out) in zip(_row_chunks(logits.detach()), _row_chunks(grad), strict=True):
-            part = slice(start, start + source.shape[0])
-            share = source[:, : options.real].to(peak.dtype, copy=True)
-            share.sub_(peak[part, None]).exp_().div_(total[part, None])
-            if options.smoothing:
-                share.sub_(options.smoothing / options.classes)
-            share.mul_(scale[part, None])
-            if options.real:
-                share.scatter_add_(1, local[part, None], hit[part, None])
-            # An ignored row may hold anything, inf too; 0 * inf must not leak.
-            share.masked_fill_((scale[part] == 0)[:, None], 0)
-            out[:, : options.real] = share
-            out[:, options.real :] = 0
+        _gradient(logits.detach(), grad, ids, peak, total, scale, options)
         return grad, None, None
+
+
+def _statistics(
+    logits: torch.Tensor, ids: torch.Tensor, peak: torch.Tensor, sums: torch.Tensor, options: _Options
+) -> None:
+    """Fill in this rank's peak and its sums (s, d and t around that peak), one a row."""
+    rows = _rows_for_kernels(logits)
+    if rows is None:
+        for start, chunk in _row_chunks(logits):
+            _chunk_statistics(chunk[:, : options.real], start, ids, peak, sums, options)
+        return
+    _kernels().row_statistics[(rows.shape[0],)](
+        rows, ids, peak, sums, rows.stride(0), sums.stride(0), options.real, options.low,
+        SMOOTHING=options.smoothing > 0, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+def _gradient(
+    logits: torch.Tensor,
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    peak: torch.Tensor,
+    total: torch.Tensor,
+    scale: torch.Tensor,
+    options: _Options,
+) -> None:
+    """Fill in the gradient; ``scale`` is that of each row's loss, 0 where it is ignored."""
+    sure, even = 1 - options.smoothing, options.smoothing / options.classes
+    rows, out = _rows_for_kernels(logits), _rows_for_kernels(grad)
+    if rows is not None and out is not None:
+        width = rows.shape[1]
+        _kernels().row_gradient[(rows.shape[0], -(-width // _BLOCK))](
+            rows, out, ids, peak, total, scale, rows.stride(0), out.stride(0), options.real, width, options.low,
+            sure, even, BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
+        return
+    local = ids - options.low
+    mine = (local >= 0) & (local < options.real)
+    local.masked_fill_(~mine, 0)
+    hit = torch.where(mine, -sure * scale, 0)
+    for (start, source), (_, target) in zip(_row_chunks(logits), _row_chunks(grad), strict=True):
+        part = slice(start, start + source.shape[0])
+        share = source[:, : options.real].to(peak.dtype, copy=True)
+        share.sub_(peak[part, None]).exp_().div_(total[part, None])
+        if options.smoothing:
+            share.sub_(even)
+        share.mul_(scale[part, None])
+        if options.real:
+            share.scatter_add_(1, local[part, None], hit[part, None])
+        # An ignored row may hold anything, inf too; 0 * inf must not leak.
+        share.masked_fill_((scale[part] == 0)[:, None], 0)
+        target[:, : options.real] = share
+        target[:, options.real :] = 0
+
+
+def _rows_for_kernels(tensor: torch.Tensor) -> torch.Tensor | None:
+    """(rows, V) of (..., V), a view; None where kernels cannot take it."""
+    if not runs_triton(tensor.device) or tensor.dtype == torch.float64 or not tensor.numel():
+        return None
+    try:
+        rows = tensor.view(-1, tensor.shape[-1])
+    except RuntimeError:  # the leading dims do not merge
+        return None
+    return rows if rows.stride(1) == 1 else None
+
+
+@cache
+def _kernels() -> ModuleType:
+    assert gemm_kernels() is not None  # there is Triton
+    from axo.nn import loss_kernels
+
+    return loss_kernels
 
 
 def _chunk_statistics(

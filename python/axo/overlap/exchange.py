@@ -199,6 +199,14 @@ class Exchange(Route):
         buffer[self.block_rows :].zero_()
         return into, buffer[: self.block_rows]
 
+    def kept_block(self, how: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """The fp32 sum of this block's gradients that a product of ``dtype`` may be added to as it is computed.
+
+        None where the product is to be reduced, given to autograd, or is the first of its sum.
+        """
+        kept = self.engine.gradients.kept_block(weight, dtype) if how == wants.LATER else None
+        return None if kept is None else kept[: self.block_rows]
+
     def weight_gradient(self, how: str, weight: torch.Tensor, into: GradientBuffer) -> torch.Tensor | None:
         """Reduce the gradient of the block, in what ``gradient_buffer`` gave; None: it comes to .grad later."""
         if how == wants.LATER:

@@ -114,6 +114,21 @@ class Gradients:
             return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_reductions)
         return self._engine.pool.allocate(shape, like.dtype, like.device)
 
+    def kept_block(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """The fp32 sum to which the gradient of a block, of 16-bit ``dtype``, need only be added, padded rows included.
+
+        None where there is none yet, or the gradient is to be reduced.
+        """
+        kept = self.deferred.get(id(parameter)) if self._engine.defers else None
+        if kept is None or kept.reductions is not None or kept.tensor.dtype == dtype:
+            return None
+        kept.check_unchanged()
+        return kept.tensor
+
+    def added(self, parameter: torch.Tensor) -> None:
+        """A gradient was added to what ``kept_block`` gave."""
+        self._begin(parameter)
+
     def add_weight(self, route: Route, parameter: torch.Tensor, into: GradientBuffer) -> None:
         """The gradient of the block is in what ``gradient_buffer`` gave, or in any padded buffer: reduce it in time."""
         self._begin(parameter)

@@ -147,12 +147,13 @@ def test_products_and_gradients_as_the_gpu_takes_them(monkeypatch, layout, dtype
 
 
 class Bytes(SimulatedCommunicator):
-    def __init__(self):
+    def __init__(self, rank=0):
         super().__init__(4, 1e15, torch.device("cpu"))
-        self.moved = 0
+        self.rank, self.moved, self.calls = rank, 0, 0
 
     def _all_gather(self, out, tensor):
         self.moved += tensor.nbytes
+        self.calls += 1
         return super()._all_gather(out, tensor)
 
 
@@ -169,3 +170,28 @@ def test_a_gathered_weight_travels_in_fp8():
     assert error(a.grad, grad.double() @ whole) < BACKWARD
     mine = grad.double()[:, :rows].T @ x.double()  # the simulation keeps the first block, of as many ranks
     assert error(shard.grad, 4 * mine) < BACKWARD
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("as_the_gpu", [False, True])
+def test_a_gather_in_chunks(rank, as_the_gpu, monkeypatch):
+    """Oracle: the whole gather, then the whole product, whose roundings are the same; sums of 128 terms in fp32 may be
+    taken in another order. Three chunks of 16 rows, whose ranks hold the same."""
+    if as_the_gpu:
+        monkeypatch.setattr(fp8, "runs", lambda device: True)
+        monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    rows, k = 48, 128
+    x, w, grad = torch.randn(32, k), draw(rows, k), torch.randn(32, 4 * rows)
+    found = []
+    for strategy in ("serial", "split"):
+        comm, a, shard = Bytes(rank), x.clone().requires_grad_(), w.clone().requires_grad_()
+        out = all_gather_matmul_fp8(a, shard, comm, strategy=strategy, chunks=3)
+        assert (comm.moved, comm.calls) == (rows * (k + 16), 3 if strategy == "split" else 1)
+        assert comm.ran[-1].strategy == strategy
+        out.backward(grad)
+        found.append((out.detach(), a.grad, shard.grad))
+    for serial, split in zip(*found, strict=True):
+        assert error(split, serial.double()) < 1e-6
+    with pytest.raises(ValueError, match="no kernel of ours multiplies in fp8; use 'split'"):
+        all_gather_matmul_fp8(x, w, Bytes(), strategy="signal")
+    assert all_gather_matmul_fp8(x[:0], w, Bytes(rank), strategy="split", chunks=3).shape == (0, 4 * rows)

@@ -33,6 +33,15 @@ class Silent(SimulatedCommunicator):
     def __init__(self, rank):
         super().__init__(SIZE, 1e15, torch.device("cpu"))
         self.rank, self.collectives = rank, 0
+        self.issued = []  # what the communication stream is given, in order
+
+    def write_flag(self, workspace, number):
+        self.issued.append("flag")
+        super().write_flag(workspace, number)
+
+    def copy(self, out, tensor):
+        self.issued.append(tensor.nbytes)
+        super().copy(out, tensor)
 
     def _run(self, effect, moved):
         self.collectives += 1
@@ -97,3 +106,27 @@ def test_a_split_operation_is_one_product_a_chunk(rank):
     out, products, collectives, copied = counted(rank, summed)
     torch.testing.assert_close(out, SIZE * (x @ w.T))
     assert (products, collectives, copied) == (CHUNKS, CHUNKS, 0)
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+@pytest.mark.parametrize("gather", ["a", "b"])
+def test_a_signalled_gather_keeps_what_came_without_holding_the_product_up(rank, gather):
+    """The product's own stream copies the own shard alone. What is kept is copied once, by the communication stream and
+    behind the last flag."""
+    generator = torch.Generator().manual_seed(rank)
+    x, w = torch.randn((7, 12), generator=generator), torch.randn((10, 12), generator=generator)
+    operands = (x, w) if gather == "b" else (w, x)
+    for keep in (False, True):
+        comms = []
+
+        def operation(comm, keep=keep, comms=comms):
+            comms.append(comm)
+            return run_all_gather(*operands, comm, "NT", gather, Way("signal", CHUNKS), keep=keep)
+
+        (out, kept), _, collectives, copied = counted(rank, operation)
+        whole = w.repeat(SIZE, 1)
+        torch.testing.assert_close(out, x @ whole.T if gather == "b" else whole @ x.T)
+        assert (collectives, copied) == (CHUNKS, w.nbytes)
+        *flags, first, second, third = comms[0].issued if keep else [*comms[0].issued, 0, 0, 0]
+        assert flags == CHUNKS * ["flag"]
+        assert kept is None if not keep else torch.equal(kept, whole) and first + second + third == kept.nbytes

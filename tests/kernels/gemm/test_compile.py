@@ -1,6 +1,8 @@
 """Kernels compiled for five GPUs without having one, and the assembly read for what must be in it."""
 
+import itertools
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from axo_kernels.gemm.layout import LAYOUTS, Product
 from axo_kernels.gemm.tiles import (
     PURPOSES,
     TARGETS,
+    TRIED,
     Config,
     Target,
     candidates,
@@ -21,19 +24,37 @@ from axo_kernels.gemm.tiles import (
     fused_candidates,
     purpose_of,
 )
+from axo_kernels.tune import choice as choice_module
 from axo_kernels.tune.choice import plain_choices
+from axo_kernels.tune.model_shapes import MODELS, layers
 from bench.tools import compile_matrix
 from bench.tools.assembly import spin_loop
 from bench.tools.compile_matrix import cases, compile_all
 
 ROOT = Path(__file__).resolve().parents[3]
+MADE = ("registers", "shared", "occupancy", "spilled", "loop", "instructions")  # what the compiler made of a case
+MULTIPLY = ("matmul", "split")  # the kernels of a product that nothing is fused with
+
+
+def committed():
+    """The lines of the committed table by name, and the version of Triton that made it."""
+    table = ROOT / "bench/results/compile_matrix_defaults.jsonl"
+    summary, *lines = map(json.loads, table.read_text(encoding="utf-8").splitlines())
+    return {line["name"]: line for line in lines}, summary["triton"]
 
 
 def passed(matrix, workers=2):
+    """The outcomes of defaults: nothing wrong, and what the committed table says, exactly: the version of Triton that
+    it names makes the same code of the same sources. Another version is told so here."""
     outcomes = list(compile_all(matrix, workers))
     assert len(outcomes) == len(matrix) > 0
     wrong = [f"{outcome.name}: {'; '.join(outcome.wrong)}" for outcome in outcomes if outcome.wrong]
     assert not wrong, "\n".join(wrong)
+    lines, triton = committed()
+    said = f"compiled by Triton {compile_matrix._identity()['triton']}, the committed table by {triton}"
+    for outcome in outcomes:
+        found = {name: getattr(outcome, name) for name in MADE}
+        assert found == {name: lines[outcome.name][name] for name in MADE}, f"{outcome.name}: {said}"
     return outcomes
 
 
@@ -49,7 +70,7 @@ def test_sample_of_the_matrix():
     outcomes = passed(matrix, workers=1)  # each imports torch and Triton anew
     assert {case.target for case in matrix} == {"sm_90", "gfx942"}
     assert {case.kernel for case in matrix} == {
-        *("matmul", "accumulate", "combine", "epilogue", "wait", "signal", "flags")
+        *("matmul", "accumulate", "combine", "epilogue", "wait", "signal", "flags", "goldfish")
     }
     plain = [outcome for outcome in outcomes if " matmul " in outcome.name]
     assert all(outcome.spilled == 0 for outcome in plain), [(o.name, o.spilled) for o in plain if o.spilled]
@@ -75,6 +96,39 @@ def test_the_committed_table_is_of_this_code():
     assert [line["name"] for line in lines] == [case.name for case in cases()]
     page = compile_matrix.page(cases(), {line["name"]: line for line in lines})
     assert (ROOT / "docs/compiled.md").read_text(encoding="utf-8") == page
+    known = {line["name"]: line for line in lines}
+    for line in lines:  # what the page says of fp16
+        twin = known[line["name"].replace(" fp16 ", " bf16 ")]
+        assert [line[name] for name in ("shared", "spilled", "occupancy")] == [
+            twin[name] for name in ("shared", "spilled", "occupancy")
+        ]
+        assert abs(line["registers"] - twin["registers"]) <= (4 if line["name"].startswith("sm_") else 24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", TARGETS)
+def test_what_the_tuner_may_choose_is_in_the_matrix(arch, monkeypatch):
+    """Oracle: the tuner's own list for products drawn from the papers' layers and from small ones, in each layout, and
+    for sizes that no descriptor describes. ``make compile-matrix`` says that it compiles all of these."""
+    monkeypatch.setattr(choice_module.devices, "runs_triton", lambda device: True)
+    monkeypatch.setattr(choice_module.devices, "target_of", lambda device: TARGETS[arch])
+    drawn = random.Random(17)
+    known = {(case.layout, case.dtype, case.config) for case in cases(True, targets=[arch]) if case.kernel in MULTIPLY}
+    missing, pieces = set(), set()
+    for _ in range(60):
+        model, x, y = (drawn.choice(each) for each in (list(MODELS), compile_matrix.CUT, compile_matrix.CUT))
+        large = drawn.choice(layers(model, (x, y, 1), rows=drawn.choice(compile_matrix.TOKENS)))
+        sides = [drawn.choice(each) for each in (compile_matrix.SMALL, compile_matrix.SMALL, compile_matrix.DEPTHS)]
+        for m, n, k in ((large.m, large.n, large.k), sides, (sides[0], sides[1], sides[2] + 1)):
+            for dtype in ("bf16", "fp32"):
+                product = Product(drawn.choice(LAYOUTS), m, n, k, compile_matrix.DTYPES[dtype])
+                for choice in plain_choices(product, torch.device("cuda", 0), TRIED):
+                    if choice.config is not None:
+                        pieces.add(choice.config.split_k)
+                        if (product.layout, dtype, choice.config) not in known:
+                            missing.add((product.name, choice.config.name))
+    assert not missing, sorted(missing)
+    assert pieces == {1, 2, 4, 8}
 
 
 def test_words_do_not_make_the_table_old():
@@ -113,8 +167,9 @@ def test_a_loop_is_recognised():
 @pytest.mark.parametrize("arch", TARGETS)
 def test_candidates_fit_and_are_ordered(arch):
     target = TARGETS[arch]
-    for layout in LAYOUTS:
-        product = Product(layout, 4096, 4096, 4096, torch.bfloat16)
+    sizes = ((4096, 4096, 4096), (16, 16, 1024), (512, 512, 4096), (16, 1024, 16384))  # the last three in pieces of K
+    for layout, mnk in itertools.product(LAYOUTS, sizes):
+        product = Product(layout, *mnk, torch.bfloat16)
         found = candidates(target, product, target.descriptors)
         assert len(found) >= 6 and len(set(found)) == len(found)
         assert all(config.fits(target, torch.bfloat16) for config in found)

@@ -8,13 +8,15 @@ import torch
 
 from axo_kernels import Tuner
 from axo_kernels.gemm.layout import Product, as_row_major
-from axo_kernels.gemm.tiles import HOPPER, TARGETS, accumulating, candidates
+from axo_kernels.gemm.tiles import HOPPER, TARGETS, accumulating, candidates, estimate
 from axo_kernels.tune import choice as choice_module
 from axo_kernels.tune import runners
+from axo_kernels.tune import trust as trust_module
 from axo_kernels.tune import tuner as tuner_module
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import Choice, from_json
 from axo_kernels.tune.timing import Timing
+from axo_kernels.tune.trust import shape_class
 from bench.tools.assembly import grouped_complaints, loop_bodies
 
 from .ring_model import Ring, explore
@@ -109,7 +111,9 @@ def test_what_the_gate_on_machine_code_lets_through():
     assert len(loop_bodies(SASS)) == 2 and not grouped_complaints(SASS, accumulate=False)
     for old, new, told in (
         ("UTMALDG", "LDGSTS", "no UTMALDG"),
-        ("USETMAXREG.TRY_ALLOC", "NOP", "no USETMAXREG.TRY_ALLOC"),
+        ("USETMAXREG.TRY_ALLOC", "NOP", "no USETMAXREG.TRY_ALLOC to the 240"),
+        ("0xf0", "0xa8", "no USETMAXREG.TRY_ALLOC to the 240 registers of who multiplies: [168]"),
+        ("0x18", "0xa8", "no USETMAXREG.DEALLOC to the 24 registers of who loads: [168]"),
         ("gsb0, 0x1", "gsb0, 0x0", "0 products are in flight"),
         ("BLOCKING 0x2, 0x80", "BLOCKING 0x0", "a barrier of the whole program"),
         ("BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", "NOP", "before its threads have met"),
@@ -143,7 +147,7 @@ def test_a_wrong_kernel_is_reported_and_left_out(fault, monkeypatch, tmp_path):
             return result.to(a.dtype)
         return out.add_(result) if accumulate and fault != "accumulate" else out.copy_(result)
 
-    config = HOPPER[2]
+    config = HOPPER[-1]
     monkeypatch.setattr(runners, "matmul", kernel)
     monkeypatch.setattr(runners, "target_of", lambda device: TARGETS["sm_90"])
     monkeypatch.setattr(runners, "describable", lambda *operands: True)
@@ -173,6 +177,54 @@ def test_a_wrong_kernel_is_reported_and_left_out(fault, monkeypatch, tmp_path):
     assert len(calls) == checked and set(calls) <= {config, accumulating(config)}
 
 
+def test_a_complaint_says_where(monkeypatch):
+    """Which elements, and which tiles of the configuration: all that is left of a device that is gone."""
+
+    def kernel(a, b, out, **rest):
+        out.copy_(a.float() @ b.float().T)
+        out[130, 200] = 1000.0
+        out[255:, 270:290] = float("nan")
+        return out
+
+    monkeypatch.setattr(trust_module, "_ROWS", 100)
+    trust = trust_module.Trust(lambda choice: kernel)
+    product = Product("NT", 256, 300, 64, torch.bfloat16)
+    with pytest.warns(UserWarning, match="left out"):
+        found = trust.complaint(Choice("triton", "NT", HOPPER[-1]), product, torch.device("cpu"))
+    assert found.endswith(
+        "21 of 76800 elements (20 NaN), rows 130 to 255, columns 200 to 289, 2 of 6 tiles of 128x128: (1, 1), (1, 2)"
+    )
+
+    def raises(a, b, out, **rest):
+        raise RuntimeError("PassManager::run failed\n\nptxas fatal\n")
+
+    trust = trust_module.Trust(lambda choice: raises)
+    with pytest.warns(UserWarning, match=r"RuntimeError: PassManager::run failed \.\.\. ptxas fatal"):
+        trust.complaint(Choice("triton", "NT", HOPPER[-1]), product, torch.device("cpu"))
+    assert "ptxas" in str(trust.error)
+
+
+def test_more_tiles_of_a_program_are_another_class():
+    """A program's second tile goes on with a ring that is not new, and its third with a group that has stored."""
+    for config, seen in ((HOPPER[-1], (1, 2, 3, 3)), (HOPPER[0], (1, 1, 2, 3))):  # tiles of 128x128, of 128x256
+        sizes = ((512, 768), (2048, 2048), (2048, 3072), (4096, 8192))
+        found = [
+            shape_class(Choice("triton", "NT", config), Product("NT", m, n, 1024, torch.bfloat16), 132)
+            for m, n in sizes
+        ]
+        assert [each[-1] for each in found] == list(seen) and len({each[:-1] for each in found}) == 1
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN"])
+def test_deep_steps_are_tried_first_on_hopper(layout):
+    """The tile of the public measurements (tiles.py), its other orders and its transpose: steps of 32 stood before."""
+    product = Product(layout, 8192, 8192, 8192, torch.bfloat16)
+    found = [config for config in candidates(TARGETS["sm_90"], product, True) if not config.groups][:8]
+    assert (found[0].block_m, found[0].block_n, found[0].block_k) == (128, 256, 64)
+    assert {replace(found[0], group_m=16), replace(found[0], flatten=False)} <= set(found)
+    assert (256, 128, 64) in {(config.block_m, config.block_n, config.block_k) for config in found}
+
+
 @pytest.mark.parametrize("m", [256, 4096, 16384])
 def test_every_way_of_the_kernel_for_hopper_is_a_candidate(monkeypatch, m):
     """An estimate of waves and traffic puts the one that stores behind products last, and behind what is timed."""
@@ -186,4 +238,12 @@ def test_every_way_of_the_kernel_for_hopper_is_a_candidate(monkeypatch, m):
         assert sorted(config.name for config in grouped) == sorted(
             config.name for config in HOPPER if arch == "sm_90"
         ), "each once"
-        assert len(configs) - len(grouped) >= 5
+        assert len(configs) - len(grouped) == 8, "Hopper's take nobody's place"
+        orders = {replace(config, group_m=0): [] for config in grouped}
+        for config in grouped:
+            orders[replace(config, group_m=0)].append(config.group_m)
+        assert all(tried == [8, 16] for tried in orders.values()), "each in both orders of tiles"
+        plain = [config for config in configs if not config.groups]
+        best = plain[0]
+        assert best == max(plain, key=lambda config: estimate(config, product, TARGETS[arch]))
+        assert {replace(best, group_m=16), replace(best, flatten=False)} <= set(plain) or best.split_k > 1

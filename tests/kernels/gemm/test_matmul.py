@@ -253,6 +253,8 @@ def test_programs_are_as_many_as_fit_the_multiprocessors(monkeypatch):
     assert launched(512, 512, 512, odd)[1] | {"GROUP_M": 16, "FLATTEN": False} == kernel.options
     hinted = replace(odd, waves_per_eu=2, nonkdim=16)
     assert launched(512, 512, 512, hinted)[1].items() >= {"waves_per_eu": 2, "matrix_instr_nonkdim": 16}.items()
+    monkeypatch.setattr(devices, "target_of", lambda device: Target("sm_86", 82, 101_376))
+    assert launched(512, 512, 4096)[1]["SPLIT_K"] == 4, "the fp32 sums of pieces fit an RTX 3090 too"
 
 
 def check_accumulate():

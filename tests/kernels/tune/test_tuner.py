@@ -13,13 +13,15 @@ import axo_kernels.tune.runners as runners_module
 import axo_kernels.tune.tuner as tuner_module
 from axo.cli import tune as command
 from axo_kernels import FusedCommunicator, Tuner
+from axo_kernels.fused.fp8 import all_gather_matmul_fp8
 from axo_kernels.gemm.layout import DTYPES, LAYOUTS, Product, stored_shapes
 from axo_kernels.gemm.tiles import Config
 from axo_kernels.tune.cache import Cache
-from axo_kernels.tune.choice import Choice, from_json, fused_name, vendor_choices
+from axo_kernels.tune.choice import Choice, from_json, fused_choices, fused_name, vendor_choices
 from axo_kernels.tune.timing import Timing, paired, relative_error
 from axo_kernels.tune.tuner import runner
 from bench.lib.accuracy import matmul_reference
+from bench.lib.simulated import SimulatedCommunicator
 from tests.launcher import run_ranks
 
 CPU = torch.device("cpu")
@@ -118,6 +120,51 @@ def test_a_wrong_candidate_is_never_timed(cache, monkeypatch):
     tuner = Tuner("first-step", cache=cache)
     assert tuner.choose(Product("NT", 512, 256, 128, torch.float32), CPU).layout == "NT"
     assert timed == [1, 1]
+
+
+def test_no_more_rounds_than_are_asked_for(cache, monkeypatch):
+    """Of a quick product the budget alone would take the most; a bench of many products has no time for that."""
+    asked = []
+
+    def quick(calls, device, rounds=0, warmup=0, budget=0):
+        asked.append(rounds)
+        return [Timing(1e-6, 1.0, 1.0) for _ in calls]
+
+    monkeypatch.setattr(tuner_module, "paired", quick)
+    for rounds in (25, 9):
+        tuner = Tuner("first-step", cache=cache, budget=0.3, rounds=rounds)
+        tuner.choose(Product("NT", 512, 256, 128 + rounds, torch.float32), CPU)
+    assert asked == [3, 25, 3, 9]
+
+
+def test_what_is_not_timed_says_why(cache, monkeypatch):
+    """One that does not launch, one that is wrong; one after which the device is dead is named by the error."""
+    product = Product("NT", 512, 256, 128, torch.float32)
+    plain = runners_module.vendor_matmul
+
+    def broken(a, b, layout="NN", *rest, **more):
+        if layout == "NN":
+            raise ValueError("PassManager::run failed\n\nptxas fatal")
+        return plain(a, b, layout, *rest, **more) * (1.01 if layout == "TN" else 1.0)
+
+    monkeypatch.setattr(runners_module, "vendor_matmul", broken)
+    monkeypatch.setattr(tuner_module, "paired", partial(rigged, 2))
+    tuner = Tuner("first-step", cache=cache)
+    assert tuner.choose(product, CPU).layout == "NT"
+    assert {one.choice: one.why for one in tuner.left_out} == {
+        "NN vendor": "ValueError: PassManager::run failed ptxas fatal",
+        "TN vendor": "off by 1.0e-02",
+    }
+    assert {one.name for one in tuner.left_out} == {f"matmul {product.name}"}
+
+    def dead(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(tuner_module.torch.cuda, "synchronize", dead)
+    operands = [torch.randn(shape) for shape in stored_shapes(product)]
+    run = lambda choice, operands: broken(*operands, choice.layout)  # noqa: E731
+    with pytest.raises(RuntimeError, match="the device has stopped working in 'NN vendor': ValueError: PassManager"):
+        tuner._complaint(Choice("vendor", "NN"), product, operands, operands[0], run, torch.device("cuda"))
 
 
 def test_off_cached_and_first_step(cache, monkeypatch):
@@ -333,6 +380,37 @@ def test_fused_choices_need_a_communicator(cache):
         Tuner("cached", cache=cache).choose_fused("matmul_all_reduce", Product("NT", 4, 4, 4, torch.float32), CPU)
     with pytest.raises(ValueError, match="use one of all_gather_matmul"):
         Tuner("cached", cache=cache).choose_fused("all_reduce", Product("NT", 4, 4, 4, torch.float32), CPU)
+
+
+def test_what_fp8_may_choose():
+    """The product is torch's alone, serial or in chunks; torch._scaled_mm takes 16 rows, or a multiple of them."""
+
+    def names(rows, device):
+        product = Product("NT", 4096, rows, 4096, torch.bfloat16)
+        found = fused_choices("all_gather_matmul_fp8", product, torch.device(device), "b", 4, pytest.fail, caps=(4, 8))
+        return [choice.name for choice in found]
+
+    assert names(2048, "cuda") == ["NT vendor", "NT vendor split/2", "NT vendor split/4", "NT vendor split/8"]
+    assert names(2040, "cuda") == names(64, "cuda") == ["NT vendor"]
+    assert names(32, "cpu") == ["NT vendor", "NT vendor split/2", "NT vendor split/4"]
+
+
+@pytest.mark.parametrize("winner, strategy", [(0, "serial"), (1, "split")])
+def test_fp8_runs_as_the_clock_says(cache, monkeypatch, winner, strategy):
+    """The candidates that are timed are the operation itself, serial and split."""
+    monkeypatch.setattr(tuner_module, "paired", partial(rigged, winner))
+    comm = SimulatedCommunicator(4, 1e15, CPU)
+    tuner = Tuner("first-step", cache=cache, comm=FusedCommunicator(0, 1))
+    product = Product("NT", 64, 32, 64, torch.bfloat16)
+    choice = tuner.choose_fused("all_gather_matmul_fp8", product, CPU, on=comm)
+    assert choice.strategy == strategy and {ran.operation for ran in comm.ran} == {"all_gather_matmul_fp8"}
+    assert {ran.strategy for ran in comm.ran} == {"serial", "split"}
+    a, shard = torch.randn(64, 64), torch.randn(32, 64)
+    all_gather_matmul_fp8(a, shard, comm, strategy=choice.strategy, chunks=choice.chunks)
+    assert (comm.ran[-1].strategy, comm.ran[-1].chunks) == (choice.strategy, choice.chunks)
+    assert Tuner("cached", cache=cache, comm=FusedCommunicator(0, 1)).choose_fused(
+        "all_gather_matmul_fp8", product, CPU, on=comm
+    ) == tuner_module.from_json(choice.to_json())
 
 
 def test_a_choice_among_caps_is_a_miss_without_them_and_the_reverse(tmp_path):

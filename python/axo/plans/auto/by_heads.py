@@ -23,18 +23,16 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from axo.errors import Refused
 from axo.plans.auto import heads_code
 from axo.plans.auto.heads_interpreter import SAMPLES, Interpreter, NotProved, name_of
-from axo.plans.auto.regions import Size, Tracer, Untouched, in_mode
+from axo.plans.auto.regions import Size, Tracer, Untouched, in_mode, own_random
 from axo.plans.replace import hooks_of
 
 MOST_LAYERS = 8  # of one attention module
@@ -134,14 +132,13 @@ def _graph_of(module: nn.Module, leaves: set[nn.Module], training: bool, fixed: 
     tracer.proxy_buffer_attributes = True
     untouched = Untouched(module)
     try:
-        with untouched, in_mode(module, training), torch.random.fork_rng(devices=[]):
-            drawn = torch.get_rng_state(), random.getstate()
+        with untouched, in_mode(module, training), own_random() as any_drawn:
             graph = tracer.trace(module, concrete_args=fixed or None)
-            same = torch.equal(drawn[0], torch.get_rng_state()) and drawn[1] == random.getstate()
+            drawn = any_drawn()
     except Exception as error:  # whatever the model's own code raises when it meets a stand-in
         why = str(error).split("\n")[0][:120]
         raise NotProved(f"its forward cannot be traced ({type(error).__name__}: {why})") from None
-    if not same:
+    if drawn:
         raise NotProved("its forward draws random numbers that do not depend on its input")
     if untouched.changed:
         raise NotProved("its forward sets attributes, or makes tensors that do not depend on its input")

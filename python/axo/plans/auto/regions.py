@@ -98,10 +98,9 @@ def find_regions(model: nn.Module, sizes: dict[nn.Module, Size], closed: set[nn.
     """
     shared = {module for owners in tied_parameters(model).values() for module, _ in owners}
     flow = _Flow(sizes, shared)
-    with torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state(), random.getstate()
+    with own_random() as any_drawn:
         roots = _roots(model, set(sizes), set(closed))
-        drawn = not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
+        drawn = any_drawn()
         for root in roots:
             for graph in root.graphs:
                 flow.read(graph, root.module)
@@ -154,6 +153,17 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for child, mode in modes.items():
             child.training = mode
+
+
+@contextmanager
+def own_random() -> Iterator[Callable[[], bool]]:
+    """What is drawn in this block leaves no trace behind it, in torch or in Python; yields what says if any was."""
+    before = torch.get_rng_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield lambda: not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
+    finally:
+        random.setstate(before[1])
 
 
 class Untouched:

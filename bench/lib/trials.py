@@ -1,0 +1,72 @@
+"""A bench in a process of its own, for what may hang there: ended when it has been quiet for too long.
+
+It prints JSON lines: ``{"begins": ...}`` before each case, then the case's rows; what else is printed (a compiler's
+complaints) is none of its rows. It writes into a file, so that it never waits for its reader; its errors go where ours
+go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from typing import Any
+
+from .attempts import show_where
+
+
+class Trial:
+    """One such process, which runs from now on."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._file = tempfile.TemporaryFile()
+        self._started = time.time()
+        self.process = subprocess.Popen(command, stdout=self._file)
+
+    def wait(self, until: float, quiet: float) -> str:
+        """Wait for its end, which is not waited for any longer after ``until``, or where it has said nothing for
+        ``quiet`` seconds: then it is killed, after what a debugger finds.
+
+        Args:
+            until: By ``time.perf_counter``.
+            quiet: Seconds.
+
+        Returns:
+            "" where it came to its end, else what became of it.
+        """
+        while (code := self.process.poll()) is None:
+            silent = time.time() - max(self._started, os.fstat(self._file.fileno()).st_mtime)
+            if silent > quiet or time.perf_counter() > until:
+                show_where(self.process.pid)
+                self.kill()
+                return f"has said nothing for {silent:.0f} s: a kernel that hangs"
+            time.sleep(0.05)
+        return f"ended with {code}" if code else ""
+
+    def said(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Its rows so far, and the line in which it has named last what begins; {} where it named nothing."""
+        rows: list[dict[str, Any]] = []
+        last: dict[str, Any] = {}
+        self._file.seek(0)
+        for line in self._file.read().decode(errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                row = None
+            if not isinstance(row, dict):
+                print(line, flush=True)
+            elif "begins" in row:
+                last = row
+            else:
+                rows.append(row)
+        return rows, last
+
+    def kill(self) -> None:
+        """End it; of one whose device does not let go of it no end is waited for."""
+        self.process.kill()
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            print(f"process {self.process.pid} does not end", flush=True)

@@ -1,0 +1,498 @@
+"""What hangs or dies on a GPU costs that alone, and leaves what mends it: programs that sleep stand for such kernels.
+
+Each is a process of its own, whose end and whose output are looked at.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from axo_kernels.tune.trust import shape_class
+from bench import gpu, kernels
+from bench.lib import attempts, card, fp8, log, numerics, table, verdicts
+from bench.lib.table import read_rows
+from bench.lib.trials import Trial
+
+from .test_bench_gpu import kernels_in_this_process, measure_in_fake_time
+
+ROOT = Path(gpu.__file__).parents[1]
+CHECK = {"check": "NN", "error": 0.0, "limit": 0.5}
+
+
+def program(*lines):
+    """A trial that runs these lines of Python; ``say`` prints a row."""
+    say = "say = lambda **row: print(json.dumps(row), flush=True)"
+    return [sys.executable, "-c", "\n".join(["import json, sys, time", say, *lines])]
+
+
+@pytest.fixture
+def one(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.HOPPER)
+    return table.Table({"check": "s"}, tmp_path / "kernels.jsonl", earlier=())
+
+
+TILE = kernels.HOPPER[1].name
+BEGINS = f"say(begins='NT {TILE}', tile='{TILE}')"
+
+
+def test_a_tile_that_hangs_is_left_out_alone(monkeypatch, one):
+    """What the trial had found stands, what is no row is shown, and what is behind that tile is tried without it."""
+    started = []
+
+    def again(layout, without):
+        started.append((layout, set(without)))
+        return Trial(program(f"say(check='{layout} behind', error=0.0, limit=0.5)"))
+
+    monkeypatch.setattr(kernels, "_trial", again)
+    monkeypatch.setattr(kernels, "QUIET", 1.0)
+    noise = "print('.version 8.4' * 20000)"  # more than a pipe holds: a compiler that fails prints its program
+    trials = {
+        "NN": Trial(program(noise, "say(check='NN', error=0.0, limit=0.5)")),
+        "NT": Trial(program("say(check='NT', error=0.0, limit=0.5)", BEGINS, "time.sleep(600)")),
+        "TN": Trial(program(BEGINS, "time.sleep(600)")),
+    }
+    hung = [trials["NT"], trials["TN"]]
+    kernels.tried(trials, time.perf_counter() + 60, one)
+    assert [row["check"] for row in one.rows] == ["NN", "NT", "NT behind", "TN behind"]
+    assert started == [("NT", {TILE}), ("TN", {TILE})]
+    (told,) = one.failed.values()
+    assert "TN has said nothing for " in told and f": a kernel that hangs, in NT {TILE}" in told
+    assert [trial.process.poll() for trial in hung] == [-9, -9]
+    assert [config.name for config in kernels.tiles.HOPPER] == [c.name for c in kernels.HOPPER if c.name != TILE]
+    rows = read_rows(one_file(one))
+    assert kernels.left_of_hopper(rows) == kernels.tiles.HOPPER, "nor does a run that goes on use it"
+
+
+def one_file(one):
+    return Path(one._file.name)
+
+
+def test_a_tile_that_kills_its_device_is_left_out_alone(monkeypatch, one):
+    """Its traceback is in the file, since what a trial prints is gone with the machine."""
+    monkeypatch.setattr(kernels, "_trial", lambda layout, without: Trial(program("pass")))
+    dies = Trial(program(BEGINS, "say(trace='RuntimeError: illegal address')", "sys.exit(1)"))
+    kernels.tried({"NT": dies}, time.perf_counter() + 60, one)
+    assert (
+        list(one.failed) == [f"{kernels.HOPPER_SECTION}: {TILE}"]
+        and len(kernels.tiles.HOPPER) == len(kernels.HOPPER) - 1
+    )
+    (row,) = (row for row in read_rows(one_file(one)) if "failed" in row)
+    assert "NT ended with 1" in row["note"] and "illegal address" in row["trace"]
+
+
+@pytest.mark.parametrize("lines", [["time.sleep(600)"], [BEGINS, "time.sleep(600)"], ["sys.exit(3)"]])
+def test_where_no_tile_is_known_the_kernel_is_left_out(monkeypatch, one, lines):
+    """Or no time is left to try the others."""
+    trials = {"NT": Trial(program(*lines)), "TN": Trial(program("time.sleep(600)"))}
+    if "sys.exit(3)" not in lines:
+        time.sleep(0.5)
+    kernels.tried(trials, time.perf_counter() + (10 if "sys.exit(3)" in lines else 0), one)
+    assert list(one.failed) == [kernels.HOPPER_SECTION]
+    assert all(trial.process.poll() is not None for trial in trials.values())
+    assert kernels.left_of_hopper(read_rows(one_file(one))) == ()
+
+
+def test_a_run_without_the_kernel_for_hopper(monkeypatch, tmp_path):
+    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
+    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.HOPPER)
+    monkeypatch.setattr(kernels, "grouped", lambda device, table: kernels.tried({}, 0.0, table))
+    assert kernels.main(["--dry", "--out", str(tmp_path / "right")]) == 0 and kernels.tiles.HOPPER
+    fails = lambda device, table: table.fail(kernels.HOPPER_SECTION, TimeoutError("hangs"))  # noqa: E731
+    monkeypatch.setattr(kernels, "grouped", fails)
+    assert kernels.main(["--dry", "--out", str(tmp_path / "hangs")]) == 2 and not kernels.tiles.HOPPER
+
+
+def test_a_product_that_hung_costs_the_tile_that_it_looked_at():
+    """All of Hopper's, where it was not looking at one candidate: the bench times them, and the tuner does."""
+    product = "NT 4096x4096x4096 bfloat16"
+
+    def left(within):
+        return kernels.left_of_hopper([{"failed": product, "cut_off": within}])
+
+    assert left("") == left(f"matmul {product}") == left(f"matmul {product}: times") == ()
+    assert left(f"matmul {product}: NT {TILE}") == tuple(c for c in kernels.HOPPER if c.name != TILE)
+    assert left(f"matmul {product}: NT tma 128x256x64 g8 w8 s3 p2") == left_of_a_section() == kernels.HOPPER
+
+
+def left_of_a_section():
+    return kernels.left_of_hopper([{"failed": "strategies", "cut_off": ""}, {"failed": "NT", "note": "out of memory"}])
+
+
+def test_a_case_that_hangs_ends_its_process(tmp_path):
+    """Which says where it is, and has named in the file what it was at."""
+    path = tmp_path / "kernels.jsonl"
+    code = (
+        "import pathlib, time, torch\n"
+        "from bench.lib import attempts, table\n"
+        f"one = table.Table({{}}, pathlib.Path({str(path)!r}), earlier=())\n"
+        "def hangs():\n    one.begins('a tile')\n    time.sleep(600)\n"
+        "with attempts.bounded('quick', 0.2, torch.device('cuda')):\n    pass\n"
+        "with attempts.bounded('slow', 0.2, torch.device('cpu')):\n    time.sleep(0.5)\n"
+        "attempts.attempt('NT', hangs, torch.device('cuda'), one, 0.2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == attempts.HUNG and "NT: has not ended after 0.2 s" in done.stdout
+    assert "in hangs" in done.stderr
+    assert table.under_way(read_rows(path)) == {"NT": "a tile"}
+
+
+def test_a_part_that_is_late_says_where_it_is(monkeypatch, capfd):
+    """By a signal that Python answers with its threads; one that answers to nothing is not waited for."""
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
+    hangs = "import time\ndef product(): time.sleep(600)\n"
+    assert attempts.run_within([sys.executable, "-c", "raise SystemExit(3)"], 60) == 3
+    for deaf in ("", "import faulthandler, signal; faulthandler.disable(); signal.signal(6, signal.SIG_IGN)\n"):
+        monkeypatch.setattr(attempts, "_LEAVING", 1.0 if deaf else 20.0)
+        started = time.perf_counter()
+        with pytest.raises(subprocess.TimeoutExpired):
+            attempts.run_within([sys.executable, "-c", hangs + deaf + "product()"], 2.0)
+        assert time.perf_counter() - started < 20 and ("in product" in capfd.readouterr().err) == (not deaf)
+
+
+def test_the_debugger_looks_at_what_hangs(monkeypatch, tmp_path, capfd):
+    """Where it is installed: a program of its name stands for it."""
+    attempts.show_where(1)
+    assert capfd.readouterr().out == ""
+    debugger = tmp_path / "cuda-gdb"
+    debugger.write_text('#!/bin/sh\necho "$@"\n')
+    debugger.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    attempts.show_where(17)
+    assert capfd.readouterr().out == "-p 17 -batch -ex info cuda kernels -ex info cuda warps\n"
+
+
+def test_kernels_that_hang_are_begun_once_more(monkeypatch, tmp_path, capsys):
+    """While their time lasts, each time without what hung; not where nothing new has stopped them."""
+    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
+    cut, given, hangs = [], [], ["NN 64x48x32 float32", "TN 64x48x32 float32"]
+    kernels_in_this_process(monkeypatch, tmp_path)
+    plain, product = attempts.run_within, kernels.gemm._one
+
+    def one(asked, *rest):
+        if asked.name in hangs and asked.name not in cut:
+            cut.append(asked.name)
+            raise SystemExit(attempts.HUNG)
+        product(asked, *rest)
+
+    def run(command, timeout):
+        given.append(command[2:])
+        try:
+            return plain(command, timeout)
+        except SystemExit as end:
+            path = tmp_path / "kernels.jsonl"  # as a process leaves it that has ended itself
+            path.write_text("".join(line for line in path.open() if '"over": "' + cut[-1] not in line))
+            return end.code
+
+    monkeypatch.setattr(kernels.gemm, "_one", one)
+    monkeypatch.setattr(attempts, "run_within", run)
+    arguments = ["--walk", "--out", str(tmp_path), "--seconds", "4000"]
+    assert gpu.main(arguments) == 1 and cut == hangs
+    assert ["--again" in command for command in given if "bench.kernels" in command] == [False, True, True]
+    said = (tmp_path / "verdicts.txt").read_text()
+    for name in hangs:
+        assert (
+            f"kernels: {name}: not tried again, since the run before was stopped, or died, in the middle of it: F"
+            in said
+        )
+    assert "ended early" not in said and "all results right: True" in said and '"asked_share": 0.8' in lines(tmp_path)
+    shown = capsys.readouterr().out
+    assert f"kernels: ended early with {attempts.HUNG}, in the middle of {hangs[0]}" in shown
+
+
+def lines(out):
+    return (out / "kernels.jsonl").read_text()
+
+
+CHECKS = {"check": "s", "error": ".1e", "limit": ".1e"}
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_check_that_raises_leaves_the_others_their_turn(monkeypatch, dies):
+    """Of the kernels, of fp8 and of the strategies; where the device works no more, the section ends and names it."""
+    cpu, plain = torch.device("cpu"), numerics.matmul
+
+    def gelu_does_not_compile(*given, activation=None, **rest):
+        if activation == "gelu":
+            raise RuntimeError("PassManager::run failed")
+        return plain(*given, activation=activation, **rest)
+
+    monkeypatch.setattr(numerics, "matmul", gelu_does_not_compile)
+    monkeypatch.setattr(attempts, "works", lambda device: not dies)
+    one = table.Table(CHECKS)
+    only = [(torch.float32, "NT")]
+    gelu = "numerics: NT 101x13x97 torch.float32 gelu"
+    with pytest.raises(RuntimeError, match=f"stopped working in {gelu}") if dies else nullcontext():
+        numerics.numerics(cpu, one, True, only)
+    assert len(one.rows) == 3 * 2 + (0 if dies else 2) and list(one.failed) == [gelu]
+    if dies:
+        return
+    again = table.Table(CHECKS, earlier=[{"failed": gelu, "note": one.failed[gelu]}])
+    numerics.numerics(cpu, again, True, only)
+    assert len(again.rows) == len(one.rows), "not once more"
+
+    def not_to_fp32(left, right, dtype):
+        return raises() if dtype == torch.float32 else multiply(left, right, dtype)
+
+    monkeypatch.setattr(fp8.fp8, "multiply", not_to_fp32)
+    fp8.right(cpu, rows := table.Table(CHECKS), True)
+    assert len(rows.rows) == len(rows.failed) == 12
+
+    call = kernels.overlap._call
+    monkeypatch.setattr(kernels.overlap, "_call", lambda *given: raises if given[-2:] == ("split", 4) else call(*given))
+    kernels.strategies(cpu, rows := table.Table(CHECKS), True)
+    assert len(rows.failed) == 3 and len(rows.rows) == 3 * 7
+    judged = kernels_with(monkeypatch, lambda device, table, dry: kernels.case("numerics: NT", raises, device, table))
+    assert judged["all results right"] is False and judged["numerics: NT: RuntimeError: no kernel image"] is False
+
+
+multiply = fp8.fp8.multiply
+
+
+def raises(*_):
+    raise RuntimeError("no kernel image")
+
+
+def kernels_with(monkeypatch, numerics):
+    """The verdicts of the kernels' bench with another first section."""
+    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
+    monkeypatch.setattr(kernels, "numerics", numerics)
+    found = {}
+    monkeypatch.setattr(table.Table, "judge", lambda table, verdicts: found.update(verdicts) or 0)
+    with tempfile.TemporaryDirectory() as out:
+        kernels.main(["--dry", "--out", out])
+    return found
+
+
+class Nvml:
+    """Stands for the driver's library: calls return 0 and write where they are told to."""
+
+    VALUES = {"nvmlDeviceGetClockInfo": 1755, "nvmlDeviceGetPowerUsage": 654321, "nvmlDeviceGetTemperature": 61}  # noqa: RUF012
+
+    def __getattr__(self, name):
+        def call(*given):
+            if name == "nvmlDeviceGetHandleByPciBusId_v2":
+                assert given[0] == b"00000000:1b:00.0"
+            if name == "nvmlDeviceGetTemperature":
+                return 3  # not supported
+            if name in self.VALUES:
+                given[-1]._obj.value = self.VALUES[name]
+            if name == "nvmlDeviceGetCurrentClocksThrottleReasons":
+                given[-1]._obj.value = 4
+            return 0
+
+        return call
+
+
+def test_what_the_card_says_of_itself(monkeypatch):
+    """Through the driver's library, where it has one; nothing else is needed, and nothing fails without it."""
+    place = torch.device("cuda", 0)
+    one = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(card.torch.cuda, "get_device_properties", lambda device: one)
+
+    def none(name):
+        raise OSError(name)
+
+    for library, found in ((none, {}), (lambda name: Nvml(), {"sm_mhz": 1755, "watts": 654.321, "throttled": "0x4"})):
+        card._card.cache_clear()
+        monkeypatch.setattr(card.ctypes, "CDLL", library)
+        assert card.state(place) == found
+    card._card.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    assert card.state(torch.device("cpu")) == {} and card.described() == "nvidia-smi: FileNotFoundError"
+
+
+def test_an_environment_names_what_is_compared_with(monkeypatch):
+    """cuBLAS and NCCL, where there are any: a share of torch's is one of a version of these."""
+    assert table._libraries(torch.device("cpu")) == {}
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    library = SimpleNamespace(cublasLtGetVersion=lambda: 130002)
+    library.cublasLtGetVersion.restype = None
+    names = []
+    monkeypatch.setattr(table.ctypes, "CDLL", lambda name: (names.append(name), library)[1])
+    assert table._libraries(torch.device("cuda")) == {"nccl": "2.28.9", "cublas": "130002"}
+    assert names == ["libcublasLt.so.13"]
+
+
+def test_a_rival_from_elsewhere_says_why_it_is_missing(monkeypatch):
+    """CuPy, in the row: what is printed alone is nobody's when the machine is gone."""
+    product, told = kernels.Product("NT", 64, 48, 32, torch.bfloat16), []
+    on_gpu = SimpleNamespace(is_cuda=True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert kernels.gemm._cupy(on_gpu, on_gpu, product, told.append) is None and not told, "not installed"
+
+    class Cupy:
+        def find_spec(self, name, path=None, target=None):
+            if name == "cupy":
+                raise ImportError("libcublas.so.13: cannot open shared object file")
+
+    monkeypatch.delitem(sys.modules, "cupy")
+    monkeypatch.setattr(sys, "meta_path", [Cupy(), *sys.meta_path])
+    assert kernels.gemm._cupy(on_gpu, on_gpu, product, told.append) is None
+    assert told == ["not measured: ImportError: libcublas.so.13: cannot open shared object file"]
+
+
+def test_a_section_goes_on_behind_the_check_that_hung(tmp_path):
+    """It has no end, so it runs again; what it was in the middle of is not tried."""
+    path, known = tmp_path / "kernels.jsonl", {"device": "a GPU"}
+    begun = ["numerics", "numerics: NT", "numerics: NN"]
+    lines = [
+        known | {"bench": "right"},
+        {"begun": begun[0]},
+        {"begun": begun[1]},
+        {"over": begun[1]},
+        {"begun": begun[2]},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (row,) = table.rows_to_go_on_with(path, known)
+    assert row["failed"] == "numerics: NN"
+
+
+def test_a_rival_that_raises_leaves_the_others_their_times(monkeypatch):
+    """And the row says why it has none; where torch's own raises, or the device is dead, the product has failed."""
+    cpu, product = torch.device("cpu"), kernels.Product("NT", 64, 48, 32, torch.float32)
+    monkeypatch.setattr(kernels.gemm, "runner", lambda *given: raises)
+    monkeypatch.setattr(kernels.gemm.Tuner, "choose", lambda *given: kernels.Choice("vendor", "NN"))
+    rows = table.Table(kernels.gemm.COLUMNS)
+    assert kernels.gemm.measure([product], cpu, rows, 3, 8, 60.0) == 0 and not rows.failed
+    (row,) = rows.rows
+    assert row["tuned_ratio"] is None and row["left_out"] == [["tuned", "RuntimeError: no kernel image"]]
+    assert row["torch_tflops"] > 0 and row["right"]
+    judged = verdicts.speed([row | {"triton_ratio": 1.0}], [product], 132)
+    assert judged["tuned at worst, of torch (goal: at least 0.99)"] == "not measured"
+    monkeypatch.setattr(kernels.gemm.Tuner, "choose", lambda *given: kernels.Choice("vendor", "NT"))
+    kernels.gemm.measure([product], cpu, rows := table.Table(kernels.gemm.COLUMNS), 3, 8, 60.0)
+    assert rows.rows[0]["tuned_ratio"] == 1.0 and list(rows.rows[0]["seconds"]) == ["torch"], "it is the same call"
+    monkeypatch.setattr(kernels.gemm.Tuner, "choose", lambda *given: kernels.Choice("vendor", "NN"))
+    monkeypatch.setattr(kernels.gemm, "works", lambda device: False)
+    kernels.gemm.measure([product], cpu, rows := table.Table(kernels.gemm.COLUMNS), 3, 8, 60.0)
+    assert rows.failed == {product.name: f"{product.name}: RuntimeError: tuned: RuntimeError: no kernel image"}
+
+
+def test_what_is_said_is_in_the_log(tmp_path):
+    """By this process and by those that it starts, on both streams, also what a killed one has not flushed."""
+    path = tmp_path / "log.txt"
+    child = "import os, sys; print('a child'); print('its error', file=sys.stderr); os.kill(os.getpid(), 9)"
+    code = (
+        "import pathlib, subprocess, sys\nfrom bench.lib.log import logged\n"
+        f"with logged(pathlib.Path({str(path)!r})):\n    print('the parent')\n"
+        f"    subprocess.run([sys.executable, '-c', {child!r}])\nprint('afterwards')\n"
+    )
+    for _ in (1, 2):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.stdout == "the parent\na child\nits error\nafterwards\n", done.stderr
+    assert path.read_text() == "the parent\na child\nits error\n" * 2, "a second run goes on with it"
+
+
+def test_a_log_keeps_its_beginning_and_its_end(monkeypatch, tmp_path):
+    path, pieces = tmp_path / "log.txt", [b"begins " + b"a" * 993, *[b"b" * 1000] * 6, b"ends" * 10, b""]
+    monkeypatch.setattr(log.os, "read", lambda *_: pieces.pop(0))
+    monkeypatch.setattr(log.os, "write", lambda *_: None)
+    log.copy(path, 4000)
+    said = path.read_bytes()
+    assert said.startswith(b"begins a") and said.endswith(b"b" + b"ends" * 10) and b"bytes left out" in said
+    assert len(said) <= 4000
+
+
+def test_what_is_measured_has_been_tried_in_a_process_of_its_own():
+    """With the same tile, borders, length of sums and tiles of a program (132 multiprocessors), and borders as well."""
+
+    def classes(shapes):
+        products = [kernels.Product("NT", *sizes, torch.bfloat16) for sizes in shapes]
+        choices = [kernels.Choice("triton", "NT", config) for config in kernels.HOPPER]
+        return {shape_class(choice, product, 132) for choice in choices for product in products}
+
+    tried = classes(kernels.TRIAL_SIZES)
+    assert classes((one.m, one.n, one.k) for one in kernels._shapes(False)) <= tried
+    assert {(True, True, True, False, 1), (True, True, True, False, 3)} <= {each[3:] for each in tried}
+
+
+def test_what_says_most_is_measured_first():
+    """Squares whose speed is known of every library, then all kinds of a hidden size; in the end all of them, once."""
+    shapes = kernels._shapes(False)
+    assert [(one.layout, one.m, one.n, one.k) for one in shapes[:6]] == [
+        (layout, size, size, size) for size in (8192, 4096) for layout in kernels.LAYOUTS
+    ]
+    kinds = [layer.products(torch.bfloat16).values() for layer in kernels.layers("gpt-20b", (1, 1, 1), 4096)]
+    assert shapes[6:18] == [product for each in kinds for product in each]
+    assert len(shapes) == len(set(shapes)) == 93
+
+
+def test_products_leave_the_others_their_time(monkeypatch, tmp_path):
+    """Overlap has goals as well: of 235 s the products get what is left beside its part and that of fp8."""
+    measure_in_fake_time(monkeypatch, {"gemm": 70.0, "overlap": 4.0})
+    given = {}
+
+    def gives(module, seconds_of):
+        plain = module.measure
+
+        def measure(*rest, **more):
+            given[module.__name__] = seconds_of(rest)
+            return plain(*rest, **more)
+
+        monkeypatch.setattr(module, "measure", measure)
+
+    gives(kernels.gemm, lambda rest: rest[5])
+    gives(kernels.fp8, lambda rest: rest[4])
+    gives(kernels.overlap, lambda rest: rest[6].seconds)
+    kernels.main(["--dry", "--seconds", "241", "--out", str(tmp_path)])
+    gemm, fp8_times, overlap = given.values()
+    assert gemm == 235 - 55 and overlap >= 235 - 210 and fp8_times == 0.4 * 25, given
+    kernels.main(["--dry", "--seconds", "46", "--out", str(tmp_path / "short")])
+    assert given["bench.gemm"] == 0.4 * 40
+
+
+def test_a_process_that_ends_with_its_parent():
+    """Else one that hangs inside a kernel would have half of the GPU's time for as long as the machine runs."""
+    held, open_there = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        if os.fork() == 0:
+            attempts.end_with_parent()
+            os.write(open_there, b"here")
+            kernels.time.sleep(600)
+        os.read(held, 4)
+        os._exit(0)
+    os.close(open_there)
+    assert os.waitpid(parent, 0)[1] == 0
+    assert os.read(held, 1) == b"", "the pipe ends with its last holder"
+    os.close(held)
+
+
+def test_a_second_run_on_a_gpu_tries_the_kernel_for_hopper_again(monkeypatch, tmp_path):
+    """The cache of compiled kernels may be gone with the machine, and trials are what fills it; not where one hung."""
+    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
+    started, seen = [], []
+    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernels, "works", lambda device: True)
+    monkeypatch.setattr(kernels, "compile_ahead", lambda jobs, seconds: None)
+    killed = []
+    process = SimpleNamespace(kill=lambda: killed.append(True))
+    monkeypatch.setattr(kernels, "_trial", lambda layout, without: (started.append(layout), process)[1])
+    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.HOPPER)
+    monkeypatch.setattr(kernels, "tried", lambda trials, until, table: seen.append(set(trials)))
+    monkeypatch.setattr(kernels.devices, "target_of", lambda device: kernels.tiles.TARGETS["sm_90"])
+    for name in ("gemm", "fp8", "overlap"):  # leave something for the next run
+        monkeypatch.setattr(getattr(kernels, name), "measure", lambda *_: 1)
+    monkeypatch.setattr(kernels.fp8, "right", lambda *_: None)
+    for times in (1, 2):
+        kernels.main(["--out", str(tmp_path)])
+        assert started == [*kernels.LAYOUTS] * times
+        assert seen == [set(kernels.LAYOUTS)] * times
+    kernels.main(["--again", "--out", str(tmp_path)])  # on the same machine
+    assert len(started) == 6
+    lines = (tmp_path / "kernels.jsonl").read_text()
+    failed = json.dumps({"note": "hangs", "failed": kernels.HOPPER_SECTION})
+    (tmp_path / "kernels.jsonl").write_text(lines + failed + "\n")
+    kernels.main(["--out", str(tmp_path)])
+    assert len(started) == len(killed) == 6 and len(seen) == 2 and not kernels.tiles.HOPPER
