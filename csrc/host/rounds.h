@@ -61,6 +61,9 @@ class Rounds {
   void combine_shared(std::uint64_t round);
   bool source(int peer) const;
   bool streams() const;
+  std::size_t shift(std::uint64_t total) const;
+  char* stage_of(int rank, std::uint64_t round) const;
+  char* result_of(int rank, std::uint64_t round) const;
   bool have(std::atomic<std::uint64_t> RankState::* counter, std::uint64_t need, std::uint64_t& known, bool sources);
   // Of a large collective whose ranks have a core each; else none.
   WriteMode* write_mode();
@@ -80,6 +83,7 @@ class Rounds {
   std::uint64_t known_posted_ = 0, known_reduced_ = 0, known_done_ = 0;  // minima over peers, as last seen
   std::vector<std::uint64_t> in_offsets_, out_offsets_;                  // of shared buffers, by rank, checked
   std::uint64_t longest_ = 0;  // all_to_all_v: bytes of the longest part of any pair
+  std::size_t shift_ = 0;      // bytes into its stage, or part of one, and into its result, where a message begins
   std::size_t per_round_ = 0;  // elements a round: of the whole, or of one part where the operation has parts
   bool headers_ok_ = false;    // all ranks have come and have issued the same operation
   bool planned_ = false;       // what follows is known

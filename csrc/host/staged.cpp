@@ -31,6 +31,8 @@ constexpr std::size_t kDirect = 4096;
 constexpr std::size_t kStreamed = 8 << 20;
 constexpr std::size_t kHot = 16 * 1024;  // what is reduced before it is copied on, in the first-level cache
 
+constexpr std::size_t kMoved = 8 * 1024;  // smaller messages gain nothing, and every nanosecond counts
+
 constexpr std::uint64_t kModeRounds = 64;  // rounds from which a collective may choose how to write stages
 
 std::uint64_t ceil_div(std::uint64_t a, std::uint64_t b) { return (a + b - 1) / b; }
@@ -83,6 +85,7 @@ void Rounds::plan() {
     stages_ = combines_ || !at_root;
     reads_ = at_root;
   }
+  shift_ = shift(total);
   streams_ = streams();
   end_ = base_ + ceil_div(total, per_round_);
   staged_ = stages_ ? base_ : end_;
@@ -91,6 +94,30 @@ void Rounds::plan() {
   if (WriteMode* const mode = write_mode(); mode != nullptr) {
     mode->begin((static_cast<int>(r.dtype) * kReduceOpCount + static_cast<int>(r.op)) * 2 + (r.in == r.out));
   }
+}
+
+// A small message moves about in its slot: it begins where none of the last few began. A line that the peers have read
+// lately is in their second-level caches, and taking it from there to write it takes longer than from the third level.
+std::size_t Rounds::shift(std::uint64_t total) const {
+  const Kind kind = work_->request.kind;
+  const bool whole = !combines_ && (kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::all_gather ||
+                                    kind == Kind::gather || kind == Kind::broadcast);
+  const std::size_t room = whole ? core_.layout().slot_bytes() : core_.layout().part_bytes();
+  const std::size_t item = kind == Kind::all_to_all_v ? 1 : item_size(work_->request.dtype);
+  const std::size_t count = combines_ ? part_of(total, static_cast<std::size_t>(core_.size()), item) : total;
+  if (count * item < kMoved) return 0;
+  std::size_t piece = kMoved;
+  while (piece < count * item && piece < room) piece *= 2;
+  const std::size_t pieces = room / piece;
+  return pieces < 2 ? 0 : base_ / kDepth % pieces * piece;
+}
+
+char* Rounds::stage_of(int rank, std::uint64_t round) const {
+  return core_.layout().stage(core_.base(), rank, round) + shift_;
+}
+
+char* Rounds::result_of(int rank, std::uint64_t round) const {
+  return core_.layout().result(core_.base(), rank, round) + shift_;
 }
 
 WriteMode* Rounds::write_mode() {
@@ -123,7 +150,7 @@ void Rounds::stage(std::uint64_t round) {
   const int n = core_.size(), me = core_.rank();
   const std::size_t item = item_size(r.dtype);
   const char* in = static_cast<const char*>(r.in);
-  char* to = layout.stage(core_.base(), me, round);
+  char* to = stage_of(me, round);
   const auto copy = around_ ? &stream : &axo::copy;
   const std::size_t lo = (round - base_) * per_round_;
   switch (r.kind) {
@@ -183,7 +210,7 @@ void Rounds::reduce_stages(std::size_t at, const char* own, char* out, std::size
   const bool parts = combines_ || work_->request.kind == Kind::reduce_scatter;
   std::array<const void*, kMaxRanks> inputs{};
   for (int p = 0; p < core_.size(); ++p) {
-    const char* const stage = layout.stage(core_.base(), p, round) + at;
+    const char* const stage = stage_of(p, round) + at;
     inputs[static_cast<std::size_t>(p)] = p == me ? own : parts ? stage + layout.part_at(p, me) : stage;
   }
   reduce(inputs.data(), core_.size(), out, count, work_->request.dtype, work_->request.op);
@@ -208,7 +235,7 @@ void Rounds::combine(std::uint64_t round) {
   const std::size_t len = std::min(per_round_, r.count - lo);
   const std::size_t part = part_of(len, static_cast<std::size_t>(core_.size()), item);
   const std::size_t from = std::min(me * part, len), size = std::min(part, len - from);
-  char* result = core_.layout().result(core_.base(), core_.rank(), round);
+  char* result = result_of(core_.rank(), round);
   const auto write = around_ ? &stream : &copy;
   alignas(64) char hot[kHot];
   for (std::size_t done = 0; done < size; done += kHot / item) {
@@ -227,7 +254,6 @@ void Rounds::combine(std::uint64_t round) {
 void Rounds::consume(std::uint64_t round) {
   const Request& r = work_->request;
   const Layout& layout = core_.layout();
-  char* base = core_.base();
   const int n = core_.size(), me = core_.rank();
   const auto self = static_cast<std::size_t>(me);
   const std::size_t item = item_size(r.dtype);
@@ -247,7 +273,7 @@ void Rounds::consume(std::uint64_t round) {
       const std::size_t part = part_of(len, static_cast<std::size_t>(n), item);
       for (int p = 0; p < n; ++p) {
         const std::size_t from = std::min(static_cast<std::size_t>(p) * part, len);
-        if (p != me) write(out + (lo + from) * item, layout.result(base, p, round), std::min(part, len - from) * item);
+        if (p != me) write(out + (lo + from) * item, result_of(p, round), std::min(part, len - from) * item);
       }
       break;
     }
@@ -260,29 +286,28 @@ void Rounds::consume(std::uint64_t round) {
       for (int p = 0; p < n; ++p) {
         if (p == me && r.kind == Kind::all_gather && round >= placed_) continue;
         char* to = out + (static_cast<std::size_t>(p) * r.count + lo) * item;
-        write(to, p == me ? in + lo * item : layout.stage(base, p, round), len * item);
+        write(to, p == me ? in + lo * item : stage_of(p, round), len * item);
       }
       break;
     case Kind::broadcast:
-      if (reads_) write(out + lo * item, layout.stage(base, r.root, round), len * item);
+      if (reads_) write(out + lo * item, stage_of(r.root, round), len * item);
       break;
     case Kind::scatter:
       write(out + lo * item,
-            reads_ ? layout.stage(base, r.root, round) + layout.part_at(r.root, me) : in + (self * r.count + lo) * item,
+            reads_ ? stage_of(r.root, round) + layout.part_at(r.root, me) : in + (self * r.count + lo) * item,
             len * item);
       break;
     case Kind::all_to_all:
       for (int p = 0; p < n; ++p) {
         const std::size_t at = (static_cast<std::size_t>(p) * r.count + lo) * item;
-        write(out + at, p == me ? in + at : layout.stage(base, p, round) + layout.part_at(p, me), len * item);
+        write(out + at, p == me ? in + at : stage_of(p, round) + layout.part_at(p, me), len * item);
       }
       break;
     case Kind::all_to_all_v:
       for (int p = 0; p < n; ++p) {
         const auto part = static_cast<std::size_t>(p);
         if (lo >= r.recv_bytes[part]) continue;
-        const char* from =
-            p == me ? in + r.send_offsets[part] + lo : layout.stage(base, p, round) + layout.part_at(p, me);
+        const char* from = p == me ? in + r.send_offsets[part] + lo : stage_of(p, round) + layout.part_at(p, me);
         write(out + r.recv_offsets[part] + lo, from, std::min(per_round_, r.recv_bytes[part] - lo));
       }
       break;
