@@ -121,6 +121,19 @@ py::object broadcast(Communicator& c, py::handle tensor, int root, bool blocking
                [&](const CallOptions& options) { return c.broadcast(t.data, t.count, t.dtype, root, options); });
 }
 
+// Equal parts; nothing in place.
+py::object all_to_all(Communicator& c, py::handle tensor, py::handle out, bool blocking, std::int64_t ms) {
+  const Plain source(tensor), target(out);
+  if (!fit(source, target, 1, -1)) return py::none();
+  for (const at::Tensor* t : {source.tensor, target.tensor}) {
+    if (t->dim() == 0 || t->size(0) % c.size() != 0) return py::none();
+  }
+  const std::size_t count = source.count / static_cast<std::size_t>(c.size());
+  return issue(source, target, true, blocking, ms, [&](const CallOptions& options) {
+    return c.all_to_all(source.data, target.data, count, source.dtype, options);
+  });
+}
+
 template <class T>
 T from(py::handle argument) {
   if constexpr (std::is_same_v<T, py::handle>)
@@ -165,7 +178,8 @@ void bind_tensors(py::module_& m) {
   // `op` is a code, or -1.
   static std::array methods{
       Method<&all_reduce>::named("plain_all_reduce"), Method<&all_gather>::named("plain_all_gather"),
-      Method<&reduce_scatter>::named("plain_reduce_scatter"), Method<&broadcast>::named("plain_broadcast")};
+      Method<&reduce_scatter>::named("plain_reduce_scatter"), Method<&broadcast>::named("plain_broadcast"),
+      Method<&all_to_all>::named("plain_all_to_all")};
   const py::object bound = m.attr("Communicator");
   for (PyMethodDef& each : methods) {
     PyObject* const made = PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(bound.ptr()), &each);

@@ -30,6 +30,7 @@ def calls(core, source, out, blocking=True):
         core.plain_all_gather(source, out, blocking, -1),
         core.plain_all_reduce(source, SUM, blocking, -1),
         core.plain_reduce_scatter(source, (out, SUM), blocking, -1),
+        core.plain_all_to_all(source, out, blocking, -1),
     )
 
 
@@ -44,22 +45,22 @@ def test_a_plain_tensor_is_its_memory(one, dtype):
     for source in (whole, whole[8:].view(4, 4), whole[:0]):
         out = torch.zeros_like(source)
         spent = calls(one, source, out)
-        assert taken(spent) == (True, True, reduces, reduces) and all(0 <= each < 60 for each in spent if each)
+        assert taken(spent) == (True, True, reduces, reduces, True) and all(0 <= each < 60 for each in spent if each)
         assert torch.equal(out, source)
         works = calls(one, source, out, blocking=False)
         for work in filter(None, works):
             work.wait()
-        assert taken(works) == (True, True, reduces, reduces)
+        assert taken(works) == (True, True, reduces, reduces, True)
 
 
 def test_parameters_are_plain(one):
-    assert taken(calls(one, torch.nn.Parameter(torch.ones(3)), torch.ones(3))) == (True,) * 4
+    assert taken(calls(one, torch.nn.Parameter(torch.ones(3)), torch.ones(3))) == (True,) * 5
 
 
 def test_a_blocking_call_in_a_group_is_looked_at_closely(one):
     _C.group_start()
     try:
-        assert calls(one, torch.ones(3), torch.ones(3)) == (None,) * 4
+        assert calls(one, torch.ones(3), torch.ones(3)) == (None,) * 5
     finally:
         _C.group_end()
 
@@ -85,7 +86,7 @@ def test_a_blocking_call_in_a_group_is_looked_at_closely(one):
     ids=repr,
 )
 def test_whatever_else_is_looked_at_closely(one, array):
-    assert calls(one, array, torch.zeros(3)) == (None,) * 4
+    assert calls(one, array, torch.zeros(3)) == (None,) * 5
     assert one.plain_all_gather(torch.zeros(3), array, True, -1) is None
 
 
@@ -98,6 +99,9 @@ def test_tensors_that_do_not_fit_are_looked_at_closely(one):
     ):
         assert one.plain_all_gather(source, out, True, -1) is None
         assert one.plain_reduce_scatter(source, (out, SUM), True, -1) is None
+        assert one.plain_all_to_all(source, out, True, -1) is None
+    assert one.plain_all_to_all(memory, memory, True, -1) is None
+    assert one.plain_all_to_all(torch.zeros(()), torch.zeros(1), True, -1) is None  # no rows
     assert one.plain_all_gather(memory, memory, True, -1) is not None  # this rank's part of it
     assert one.plain_reduce_scatter(memory, (memory, SUM), True, -1) is None
     assert one.plain_reduce_scatter(torch.zeros(()), (torch.zeros(()), SUM), True, -1) is None  # no rows
@@ -121,6 +125,8 @@ def test_written_tensors_count_as_modified(one):
         (lambda t: one.plain_all_gather(torch.ones(3), t, True, -1), True),
         (lambda t: one.plain_all_gather(t, torch.ones(3), True, -1), False),
         (lambda t: one.plain_broadcast(t, 0, True, -1), False),  # by the root
+        (lambda t: one.plain_all_to_all(torch.ones(3), t, True, -1), True),
+        (lambda t: one.plain_all_to_all(t, torch.ones(3), True, -1), False),
     ):
         hidden = weight * 2
         loss = (hidden * hidden).sum()

@@ -54,6 +54,7 @@ NOTHING = torch.empty(0, dtype=torch.uint8)  # what a barrier puts in
 # The core's calls that look at most tensors of the host themselves. They take a code of ``OPS``, or -1.
 _ALL_REDUCE, _ALL_GATHER = _C.Communicator.plain_all_reduce, _C.Communicator.plain_all_gather
 _REDUCE_SCATTER, _BROADCAST = _C.Communicator.plain_reduce_scatter, _C.Communicator.plain_broadcast
+_ALL_TO_ALL = _C.Communicator.plain_all_to_all
 
 
 class group:
@@ -309,6 +310,9 @@ class Communicator:
         Parts are equal unless the counts say otherwise: rows of dim 0 for each rank; what p sends here must equal what
         is received from p.
         """
+        if out is not None and send_counts is None and recv_counts is None:
+            if (found := self._issue_plain(_ALL_TO_ALL, tensor, out, out, async_op)) is not None:
+                return found
         source = self._tensor(tensor, "all_to_all")
         sent, send_offsets = rows_to_elements("send_counts", send_counts, source, self.size)
         if out is not None:
