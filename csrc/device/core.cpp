@@ -77,6 +77,10 @@ std::shared_ptr<DeviceCore> DeviceCore::create(std::shared_ptr<DeviceContext> co
     if (core->making_.exchange(false)) core->comm_ = core->slot_;  // else it has been aborted
     return result;
   });
+  // It may have been done before it was asked; what nccl.conf says the library has put into the environment.
+  const char* const blocking = std::getenv("NCCL_COMM_BLOCKING");
+  if (blocking && *blocking && std::strtoll(blocking, nullptr, 0) == 0)
+    core->refuse_nonblocking("ncclCommInitRankConfig");
   core->start();
   return core;
 }
@@ -193,12 +197,14 @@ void DeviceCore::leave(int result) {
   }
   if (!function) return;  // of several operations in one launch
   if (error) std::rethrow_exception(error);
-  if (result == kNcclInProgress) {
-    throw Error("communicator '" + member_.name + "': " + function +
-                " answers before it is done, which a communicator that blocks never does: take NCCL_COMM_BLOCKING=0 "
-                "out of the environment and of nccl.conf");
-  }
+  if (result == kNcclInProgress) refuse_nonblocking(function);
   if (result != kNcclSuccess) std::rethrow_exception(error_from(result, function));
+}
+
+void DeviceCore::refuse_nonblocking(const char* function) const {
+  throw Error("communicator '" + member_.name + "': " + function +
+              " answers before it is done, which a communicator that blocks never does: take NCCL_COMM_BLOCKING=0 "
+              "out of the environment and of nccl.conf");
 }
 
 void DeviceCore::order(GpuStream stream, GpuStream caller, bool after_caller, const Capture& capture) {

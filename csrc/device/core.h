@@ -60,6 +60,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   // success.
   void enter(const char* function, Clock::time_point deadline);
   void leave(int result);
+  [[noreturn]] void refuse_nonblocking(const char* function) const;
   // Orders `stream` after `caller` and after the last operation: of this communicator, or of all on the shared stream.
   void order(GpuStream stream, GpuStream caller, bool after_caller, const Capture& capture);
   void launched(const DeviceWorkPtr& work, EventPtr start, EventPtr done, const Capture& capture);
