@@ -105,10 +105,11 @@ void fail(const std::string& function, int code, int times = 1, int skip = 0);
 int injected(const std::string& function);
 
 struct Settings {
-  int nccl_version = 0;    // 0: the library's own
-  int init_polls = 0;      // "in progress" answers after everybody has come
-  int finalize_polls = 0;  // the same for the end of a communicator
-  int launch_polls = 0;    // the same for a launch; the work is on the stream only after them
+  int nccl_version = 0;     // 0: the library's own
+  int init_polls = 0;       // "in progress" answers after everybody has come
+  bool quick_init = false;  // the thread that makes a communicator is done before its caller asks
+  int finalize_polls = 0;   // the same for the end of a communicator
+  int launch_polls = 0;     // the same for a launch; the work is on the stream only after them
   // Collective kernels that fit beside each other on a device, 0: all. One that is there stays until its peers come.
   int resident_kernels = 0;
   // Multiprocessors that computation has left free in each GPC of a Hopper, 0: it runs nothing. A cluster of thread
