@@ -183,10 +183,11 @@ PYBIND11_MODULE(_C, m) {
   });
   // The process ends with 1 once the interpreter, which takes no other code by then, has ended.
   m.def("end_with_failure", [] {
-    Py_AtExit([] {
+    const int full = Py_AtExit([] {
       std::fflush(nullptr);
       std::_Exit(1);
     });
+    if (full != 0) throw Error("the interpreter takes no more functions that run at its end");
   });
   m.def("reduce_instruction_set", &axo::reduce_instruction_set);
   m.def("flight_lines", &axo::flight_lines, py::call_guard<py::gil_scoped_release>());

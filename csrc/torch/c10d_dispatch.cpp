@@ -39,17 +39,17 @@ struct ShortWay;
 
 template <const char* kName, DispatchKey kKey, class Result, class... Arguments>
 struct ShortWay<kName, kKey, Result(Arguments...)> {
-  static c10::OperatorHandle find() {
-    return c10::Dispatcher::singleton().findSchemaOrThrow((std::string("c10d::") + kName).c_str(), "");
+  static std::optional<c10::OperatorHandle> find() {
+    return c10::Dispatcher::singleton().findSchema({std::string("c10d::") + kName, ""});
   }
   // What torch has there without this kernel. Asked for before it is registered.
   static const c10::SafeKernelFunction& fallback() {
-    static const c10::SafeKernelFunction kernel = find().getComputedKernelForDispatchKey(kKey);
+    static const c10::SafeKernelFunction kernel = find()->getComputedKernelForDispatchKey(kKey);
     return kernel;
   }
 
   static Result call(c10::DispatchKeySet keys, Arguments... arguments) {
-    static const auto op = find().typed<Result(Arguments...)>();
+    static const auto op = find()->typed<Result(Arguments...)>();
     if (!((requires_grad(arguments) || ...) && at::GradMode::is_enabled())) {
       return op.redispatch(keys & c10::after_autograd_keyset, std::forward<Arguments>(arguments)...);
     }
@@ -60,9 +60,10 @@ struct ShortWay<kName, kKey, Result(Arguments...)> {
 
   static void open() {
     // A later torch may have a kernel of its own, or other arguments: then its way is the one to go.
-    if (find().hasKernelForDispatchKey(kKey) || find().hasKernelForDispatchKey(DispatchKey::Autograd)) return;
+    const auto found = find();
+    if (!found || found->hasKernelForDispatchKey(kKey) || found->hasKernelForDispatchKey(DispatchKey::Autograd)) return;
     try {
-      find().typed<Result(Arguments...)>();
+      found->typed<Result(Arguments...)>();
     } catch (const c10::Error&) {
       return;
     }

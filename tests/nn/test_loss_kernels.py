@@ -39,25 +39,37 @@ def _against_torch() -> None:
     generator = torch.Generator().manual_seed(2)
     cases = itertools.product((1, 37, 4096, 9001), LIMITS, (0.0, 0.1), (False, True))
     for columns, dtype, smoothing, inplace in cases:
-        logits = (4 * torch.randn(2, 3, columns, generator=generator)).to(dtype)
-        logits[0, 1] += 300 if dtype == torch.float32 else 0  # far from 0: the peak must come off first
-        target = torch.randint(columns, (2, 3), generator=generator)
+        # Cut out of more, as (B, T) and (B, T, V) without their last position are.
+        target = torch.randint(columns, (2, 4), generator=generator)[:, :-1]
         target[1, 1] = -100
+        logits = (4 * torch.randn(2, 4, columns, generator=generator)).to(dtype)[:, :-1]
+        if dtype != torch.float16:  # far from 0, on both sides: the peak must come off first
+            logits[0, 1] += 300
+            logits[0, 2] -= 400
+        if not smoothing and columns > 4096:  # nothing finite in the first block, and what comes is far down
+            logits[1, 0] = (logits[1, 0].float() - 200).to(dtype)
+            logits[1, 0, :4096] = -torch.inf
+            target[1, 0] = columns - 1
         logits[1, 1, 0] = torch.inf  # of an ignored row: must not leak
         exact = logits.double().requires_grad_()
         kept = exact.masked_fill((target == -100)[..., None], 0.0)
         expected = F.cross_entropy(kept.reshape(-1, columns), target.reshape(-1), label_smoothing=smoothing)
         expected.backward()
-        given = logits.clone().requires_grad_()
-        loss = axo.nn.cross_entropy(given * 1, target, label_smoothing=smoothing, comms=comms, inplace_backward=inplace)
+        whole = F.pad(logits, (0, 0, 0, 1)).requires_grad_()
+        given = whole * 1
+        options = {"label_smoothing": smoothing, "inplace_backward": inplace}
+        loss = axo.nn.cross_entropy(given[:, :-1], target, comms=comms, **options)
         before = calls.count
         loss.backward()
         assert calls.count == before + 1 and before > 0, "a kernel each"
         what = (columns, dtype, smoothing, inplace)
         assert abs(loss.item() - expected.item()) <= 2e-6 * max(1.0, expected.item()), what
-        error = (given.grad.double() - exact.grad).abs().max().item()
+        error = (whole.grad[:, :-1].double() - exact.grad).abs().max().item()
         assert error <= LIMITS[dtype] / 5, (what, error)  # a mean over five rows
-        assert not given.grad[1, 1].any()
+        assert not whole.grad[1, 1].any()
+    logits, target = torch.randn(5, 37, generator=generator), torch.randint(37, (10,), generator=generator)[::2]
+    found = axo.nn.cross_entropy(logits, target, comms=comms)
+    assert abs(found - F.cross_entropy(logits, target)) < 2e-6, "targets at a stride"
     wide = torch.zeros(2, 5, dtype=torch.float64, requires_grad=True)
     before = calls.count
     axo.nn.cross_entropy(wide, torch.zeros(2, dtype=torch.int64), comms=comms).backward()
@@ -132,7 +144,8 @@ def test_compiled_for_a_gpu(name, arch, tmp_path, monkeypatch):
     types |= dict.fromkeys(("peak", "sums", "total", "scale"), "*fp32")
     constants = {"SMOOTHING": True, "BLOCK": 4096}
     signature = {each: "constexpr" if each in constants else types.get(each, "i32") for each in kernel.arg_names}
-    divisible = {"logits", "out", "ids", "peak", "sums", "total", "scale", "row_stride", "out_stride", "real", "width"}
+    divisible = {"logits", "out", "ids", "peak", "sums", "total", "scale", "real", "width"}
+    divisible |= {"outer_stride", "row_stride", "out_outer_stride", "out_row_stride"}
     hints = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(kernel.arg_names) if each in divisible}
     source = ASTSource(kernel, signature, {each: constants[each] for each in signature if each in constants}, hints)
     machine = GPUTarget("cuda" if target.nvidia else "hip", int(arch[3:]) if target.nvidia else arch, target.warp_size)

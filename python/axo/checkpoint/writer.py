@@ -80,7 +80,7 @@ def _at_exit() -> None:
         pending.wait()
     except Exception as error:
         print(f"axo: {error}", file=sys.stderr)
-        _C.end_with_failure()  # else the program would end with 0, whatever is raised here
+        _C.end_with_failure()  # whatever is raised here would not change the program's exit code
 
 
 def save(

@@ -247,6 +247,8 @@ def _grad_to_add_to(ctx: Any, dtype: torch.dtype) -> torch.Tensor | None:
         return None
     if how(ctx, 1) != LATER or has_hooks(ctx.weight) or ctx.matmul.exchange.weight_phase is not None:
         return None
+    if kept.is_cuda and torch.cuda.current_stream(kept.device) != torch.cuda.default_stream(kept.device):
+        return None  # autograd adds on the stream of the parameter, and orders the two
     return kept.view(len(kept), -1)
 
 

@@ -176,7 +176,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: _Options) -> torch.Tensor:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        ids = target.reshape(-1)
+        ids = target.reshape(-1).contiguous()  # kernels read them one after the other
         kept = ids != options.ignore_index
         _check_targets(ids, kept, options.classes)
         rows = ids.numel()
@@ -223,8 +223,8 @@ def _statistics(
         for start, chunk in _row_chunks(logits):
             _chunk_statistics(chunk[:, : options.real], start, ids, peak, sums, options)
         return
-    _kernels().row_statistics[(rows.shape[0],)](
-        rows, ids, peak, sums, rows.stride(0), sums.stride(0), options.real, options.low,
+    _kernels().row_statistics[(ids.numel(),)](
+        rows, ids, peak, sums, *_steps(rows), sums.stride(0), options.real, options.low,
         SMOOTHING=options.smoothing > 0, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
@@ -242,9 +242,9 @@ def _gradient(
     sure, even = 1 - options.smoothing, options.smoothing / options.classes
     rows, out = _rows_for_kernels(logits), _rows_for_kernels(grad)
     if rows is not None and out is not None:
-        width = rows.shape[1]
-        _kernels().row_gradient[(rows.shape[0], -(-width // _BLOCK))](
-            rows, out, ids, peak, total, scale, rows.stride(0), out.stride(0), options.real, width, options.low,
+        width = rows.shape[2]
+        _kernels().row_gradient[(ids.numel(), -(-width // _BLOCK))](
+            rows, out, ids, peak, total, scale, *_steps(rows), *_steps(out), options.real, width, options.low,
             sure, even, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
         return
@@ -268,14 +268,20 @@ def _gradient(
 
 
 def _rows_for_kernels(tensor: torch.Tensor) -> torch.Tensor | None:
-    """(rows, V) of (..., V), a view; None where kernels cannot take it."""
-    if not runs_triton(tensor.device) or tensor.dtype == torch.float64 or not tensor.numel():
+    """(groups, rows, V) of (..., V), a view; None where kernels cannot take it."""
+    if not runs_triton(tensor.device) or tensor.dtype == torch.float64 or not tensor.numel() or tensor.stride(-1) != 1:
         return None
-    try:
-        rows = tensor.view(-1, tensor.shape[-1])
-    except RuntimeError:  # the leading dims do not merge
-        return None
-    return rows if rows.stride(1) == 1 else None
+    for groups in (1, tensor.shape[0]):  # the second for logits without their last position, (B, T, V)[:, :-1]
+        try:
+            return tensor.view(groups, -1, tensor.shape[-1])
+        except RuntimeError:  # these dims do not merge
+            continue
+    return None
+
+
+def _steps(rows: torch.Tensor) -> tuple[int, int, int]:
+    """How many rows a group has, and from one group, and one row, to the next."""
+    return rows.shape[1], rows.stride(0), rows.stride(1)
 
 
 @cache

@@ -4,7 +4,7 @@
     row_gradient      dl_v = g (exp(l_v - m) / s - (1 - e) [v = target] - e / V)
 
 The maximum is found on the way: what has been added up around an older one is moved to the new one. Logits are read
-once for each kernel and the gradient is written once, where torch's log-softmax goes over them five times.
+once for each kernel and the gradient is written once.
 
 Both take the (real) columns of one rank; see axo/nn/loss.py for what becomes of them over ranks. Statistics are fp32.
 """
@@ -15,16 +15,23 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["low"])
+@triton.jit
+def line_of(tensor, row, inner, outer_stride, row_stride):
+    """Where a row begins: rows lie in groups of ``inner``, as those of (B, T, V) do that was cut out of more."""
+    return tensor + (row // inner) * outer_stride + (row % inner) * row_stride
+
+
+@triton.jit(do_not_specialize=["low", "inner"])
 def row_statistics(
-    logits, ids, peak, sums, row_stride, sum_stride, real, low, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, ids, peak, sums, inner, outer_stride, row_stride, sum_stride, real, low,
+    SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Of row ``program_id``: m into ``peak``; s, d (0 where another rank has the target) and t into lines of ``sums``.
 
     ``real``: columns that count; ``low``: the class of the first. Where all are -inf, sums are around 0.
     """
     row = tl.program_id(0).to(tl.int64)
-    line = logits + row * row_stride
+    line = line_of(logits, row, inner, outer_stride, row_stride)
     highest = tl.full((), float("-inf"), tl.float32)
     around = tl.zeros((), tl.float32)  # what the sums are around: the highest so far, 0 while that is -inf
     total = tl.zeros((), tl.float32)
@@ -34,7 +41,9 @@ def row_statistics(
         value = tl.load(line + column, mask=column < real, other=float("-inf")).to(tl.float32)
         highest = tl.maximum(highest, tl.max(value, 0))
         new = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * tl.exp(around - new) + tl.sum(tl.exp(value - new), 0)
+        # Before the first finite value there is nothing to move: exp(0 - new) could be inf, and 0 inf is no number.
+        moved = tl.where(total > 0, total * tl.exp(around - new), total)
+        total = moved + tl.sum(tl.exp(value - new), 0)
         if SMOOTHING:
             shifted += first * (around - new) + tl.sum(tl.where(column < real, value - new, 0.0), 0)
         around = new
@@ -48,10 +57,11 @@ def row_statistics(
         tl.store(sums + 2 * sum_stride + row, shifted)
 
 
-@triton.jit(do_not_specialize=["low", "sure", "even"])
+@triton.jit(do_not_specialize=["low", "inner", "out_inner", "sure", "even"])
 def row_gradient(
-    logits, out, ids, peak, total, scale, row_stride, out_stride, real, width, low, sure, even, BLOCK: tl.constexpr
-):
+    logits, out, ids, peak, total, scale, inner, outer_stride, row_stride, out_inner, out_outer_stride, out_row_stride,
+    real, width, low, sure, even, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write one block of columns of a row.
 
     ``scale`` is g, 0 for a row that is ignored; ``sure``: 1 - e; ``even``: e / V. Columns from ``real`` to ``width``
@@ -59,11 +69,13 @@ def row_gradient(
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(logits + row * row_stride + column, mask=column < real, other=float("-inf")).to(tl.float32)
+    line = line_of(logits, row, inner, outer_stride, row_stride)
+    value = tl.load(line + column, mask=column < real, other=float("-inf")).to(tl.float32)
     weight = tl.load(scale + row)
     local = tl.load(ids + row).to(tl.int64) - low
     share = tl.exp(value - tl.load(peak + row)) / tl.load(total + row) - even
     share = (share - tl.where(column == local, sure, 0.0)) * weight
     # An ignored row may hold anything, inf too; 0 * inf must not leak.
     share = tl.where(column < real, tl.where(weight == 0, 0.0, share), 0.0)
-    tl.store(out + row * out_stride + column, share.to(out.dtype.element_ty), mask=column < width)
+    to = line_of(out, row, out_inner, out_outer_stride, out_row_stride)
+    tl.store(to + column, share.to(out.dtype.element_ty), mask=column < width)

@@ -120,7 +120,7 @@ class Gradients:
         None where there is none yet, or the gradient is to be reduced.
         """
         kept = self.deferred.get(id(parameter)) if self._engine.defers else None
-        if kept is None or kept.reductions is not None or kept.tensor.dtype == dtype:
+        if kept is None or kept.reductions is not None or kept.tensor.dtype != torch.float32 or dtype.itemsize != 2:
             return None
         kept.check_unchanged()
         return kept.tensor
