@@ -187,7 +187,7 @@ PYBIND11_MODULE(_C, m) {
       std::fflush(nullptr);
       std::_Exit(1);
     });
-    if (full != 0) throw Error("the interpreter takes no more functions that run at its end");
+    if (full != 0) throw axo::Error("the interpreter takes no more functions that run at its end");
   });
   m.def("reduce_instruction_set", &axo::reduce_instruction_set);
   m.def("flight_lines", &axo::flight_lines, py::call_guard<py::gil_scoped_release>());

@@ -153,6 +153,57 @@ void large(const Comm& c) {
   movements(c, kCount / static_cast<std::size_t>(c->size()), DType::int32);
 }
 
+// Messages that begin elsewhere in their slots each time round, with other values each time: of sizes at the borders,
+// in a row that is longer than the slots need to come round to the same place. Oracle: a formula of rank, turn and
+// place.
+void moving(const Comm& c) {
+  using Value = std::int64_t;
+  constexpr int kTurns = 40;  // of eight collectives, in eight slots of 128 KiB; a message of 8 KiB has 16 places
+  const int n = c->size(), me = c->rank();
+  const auto N = static_cast<std::size_t>(n);
+  const auto options = ranks::blocking();
+  const auto value = [](int rank, int turn, std::size_t i) { return rank * 1000003 + turn * 7919 + Value(i) * 31; };
+  for (const std::size_t count : {std::size_t{1023}, std::size_t{1024}, std::size_t{2048}, std::size_t{5120},
+                                  std::size_t{8192}, std::size_t{8193}}) {
+    for (int turn = 0; turn < kTurns; ++turn) {
+      std::vector<Value> mine(count * N), whole(count * N), part(count);
+      for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = value(me, turn, i);
+      const auto sum = [&](std::size_t i) {
+        Value total = 0;
+        for (int p = 0; p < n; ++p) total += value(p, turn, i);
+        return total;
+      };
+      const auto expect = [&](const char* op, const std::vector<Value>& got, std::size_t many, const auto& want) {
+        ++check::checks();
+        for (std::size_t i = 0; i < many; ++i) {
+          if (got[i] != want(i))
+            throw check::Failed(label(op, c, count, DType::int64) + ": place " + std::to_string(i));
+        }
+      };
+      const int root = turn % n;
+      const auto own = static_cast<std::size_t>(me) * count;
+      const auto of_rank = [&](std::size_t i) { return value(int(i / count), turn, i % count); };
+      const auto to_me = [&](std::size_t i) { return value(int(i / count), turn, own + i % count); };
+      c->all_reduce(mine.data(), part.data(), count, DType::int64, ReduceOp::sum, options);
+      expect("all_reduce", part, count, sum);
+      c->all_gather(mine.data(), whole.data(), count, DType::int64, options);
+      expect("all_gather", whole, count * N, of_rank);
+      c->reduce_scatter(mine.data(), part.data(), count, DType::int64, ReduceOp::sum, options);
+      expect("reduce_scatter", part, count, [&](std::size_t i) { return sum(own + i); });
+      c->all_to_all(mine.data(), whole.data(), count, DType::int64, options);
+      expect("all_to_all", whole, count * N, to_me);
+      c->reduce(mine.data(), part.data(), count, DType::int64, ReduceOp::sum, root, options);
+      if (me == root) expect("reduce", part, count, sum);
+      c->gather(mine.data(), whole.data(), count, DType::int64, root, options);
+      if (me == root) expect("gather", whole, count * N, of_rank);
+      c->scatter(mine.data(), part.data(), count, DType::int64, root, options);
+      expect("scatter", part, count, [&](std::size_t i) { return value(root, turn, own + i); });
+      c->broadcast(mine.data(), count, DType::int64, root, options);
+      expect("broadcast", mine, count, [&](std::size_t i) { return value(root, turn, i); });
+    }
+  }
+}
+
 }  // namespace
 
 TEST(collectives_alone) {
@@ -180,6 +231,11 @@ TEST(collectives_medium_threads) {
     for (DType d : kReducible) reductions(c, 65536 + 3, d, ReduceOp::min);
     for (DType d : {DType::uint8, DType::int64, DType::complex128}) movements(c, 65536 + 3, d);
   });
+}
+TEST(collectives_that_move_in_their_slots) {
+  for (int n : {2, 3, 4, 8}) {
+    if (!check::kThreadSanitizer || n == 3) ranks::with_threads(n, moving);
+  }
 }
 PROCESS_TEST(collectives_processes) {
   for (int n : {2, 5, 8, 16}) {
