@@ -20,7 +20,7 @@ from axo_kernels.tune.trust import shape_class
 from bench import gpu, kernels
 from bench.lib import attempts, card, fp8, log, numerics, table, verdicts
 from bench.lib.table import read_rows
-from bench.lib.trials import Trial
+from bench.lib.trials import OutOfTimeError, Trial
 
 from .test_bench_gpu import kernels_in_this_process, measure_in_fake_time
 
@@ -32,6 +32,26 @@ def program(*lines):
     """A trial that runs these lines of Python; ``say`` prints a row."""
     say = "say = lambda **row: print(json.dumps(row), flush=True)"
     return [sys.executable, "-c", "\n".join(["import json, sys, time", say, *lines])]
+
+
+def spoken(*lines):
+    """A trial that has begun a tile and now runs on, silently; however long its Python takes to start."""
+    trial = Trial(program(*lines, BEGINS, "time.sleep(600)"))
+    while b"begins" not in os.pread(trial._file.fileno(), 10**6, 0):  # its own place in the file stays where it is
+        assert trial.process.poll() is None
+        time.sleep(0.01)
+    return trial
+
+
+def long_ago(trial):
+    """The same as if its last word were too long ago, by a clock that this tells."""
+    trial._started = said = time.time() - 10 * kernels.QUIET
+    os.utime(trial._file.fileno(), (said, said))
+    return trial
+
+
+def unhurried():
+    return time.perf_counter() + 600
 
 
 @pytest.fixture
@@ -53,15 +73,14 @@ def test_a_tile_that_hangs_is_left_out_alone(monkeypatch, one):
         return Trial(program(f"say(check='{layout} behind', error=0.0, limit=0.5)"))
 
     monkeypatch.setattr(kernels, "_trial", again)
-    monkeypatch.setattr(kernels, "QUIET", 1.0)
     noise = "print('.version 8.4' * 20000)"  # more than a pipe holds: a compiler that fails prints its program
     trials = {
         "NN": Trial(program(noise, "say(check='NN', error=0.0, limit=0.5)")),
-        "NT": Trial(program("say(check='NT', error=0.0, limit=0.5)", BEGINS, "time.sleep(600)")),
-        "TN": Trial(program(BEGINS, "time.sleep(600)")),
+        "NT": long_ago(spoken("say(check='NT', error=0.0, limit=0.5)")),
+        "TN": long_ago(spoken()),
     }
     hung = [trials["NT"], trials["TN"]]
-    kernels.tried(trials, time.perf_counter() + 60, one)
+    kernels.tried(trials, unhurried(), one)
     assert [row["check"] for row in one.rows] == ["NN", "NT", "NT behind", "TN behind"]
     assert started == [("NT", {TILE}), ("TN", {TILE})]
     (told,) = one.failed.values()
@@ -80,7 +99,7 @@ def test_a_tile_that_kills_its_device_is_left_out_alone(monkeypatch, one):
     """Its traceback is in the file, since what a trial prints is gone with the machine."""
     monkeypatch.setattr(kernels, "_trial", lambda layout, without: Trial(program("pass")))
     dies = Trial(program(BEGINS, "say(trace='RuntimeError: illegal address')", "sys.exit(1)"))
-    kernels.tried({"NT": dies}, time.perf_counter() + 60, one)
+    kernels.tried({"NT": dies}, unhurried(), one)
     assert (
         list(one.failed) == [f"{kernels.HOPPER_SECTION}: {TILE}"]
         and len(kernels.tiles.HOPPER) == len(kernels.HOPPER) - 1
@@ -89,16 +108,59 @@ def test_a_tile_that_kills_its_device_is_left_out_alone(monkeypatch, one):
     assert "NT ended with 1" in row["note"] and "illegal address" in row["trace"]
 
 
-@pytest.mark.parametrize("lines", [["time.sleep(600)"], [BEGINS, "time.sleep(600)"], ["sys.exit(3)"]])
-def test_where_no_tile_is_known_the_kernel_is_left_out(monkeypatch, one, lines):
-    """Or no time is left to try the others."""
-    trials = {"NT": Trial(program(*lines)), "TN": Trial(program("time.sleep(600)"))}
-    if "sys.exit(3)" not in lines:
-        time.sleep(0.5)
-    kernels.tried(trials, time.perf_counter() + (10 if "sys.exit(3)" in lines else 0), one)
+@pytest.mark.parametrize("hangs", [True, False])
+def test_where_no_tile_is_known_the_kernel_is_left_out(one, hangs):
+    first = long_ago(Trial(program("time.sleep(600)"))) if hangs else Trial(program("sys.exit(3)"))
+    trials = {"NT": first, "TN": Trial(program("time.sleep(600)"))}
+    kernels.tried(trials, unhurried(), one)
+    (told,) = one.failed.values()
     assert list(one.failed) == [kernels.HOPPER_SECTION]
+    assert ("a kernel that hangs" if hangs else "NT ended with 3") in told and TILE not in told
     assert all(trial.process.poll() is not None for trial in trials.values())
     assert kernels.left_of_hopper(read_rows(one_file(one))) == ()
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_no_time_left_is_nothing_against_a_kernel(one, began):
+    """What it has found stands, and a run that goes on tries all tiles."""
+    check = "say(check='NT', error=0.0, limit=0.5)"
+    trials = {"NT": spoken(check) if began else Trial(program("time.sleep(600)"))}
+    trials["TN"] = Trial(program("time.sleep(600)"))
+    with pytest.raises(OutOfTimeError) as found:
+        kernels.tried(trials, time.perf_counter(), one)
+    assert str(found.value) == "NT: no time was left for it" + (f", in NT {TILE}" if began else "")
+    assert not one.failed and [row["check"] for row in one.rows] == ["NT"] * began
+    assert all(trial.process.poll() is not None for trial in trials.values())
+    assert kernels.left_of_hopper(read_rows(one_file(one))) == kernels.tiles.HOPPER == kernels.HOPPER
+
+
+def test_no_time_left_behind_a_tile_that_hangs(monkeypatch, one):
+    """It has failed alone; the others are for a run that goes on, not for a process that nobody would wait for."""
+    monkeypatch.setattr(kernels, "_trial", raises)
+    with pytest.raises(OutOfTimeError, match=f"no time was left to try NT behind {TILE}"):
+        kernels.tried({"NT": long_ago(spoken())}, time.perf_counter(), one)
+    assert list(one.failed) == [f"{kernels.HOPPER_SECTION}: {TILE}"]
+    others = tuple(config for config in kernels.HOPPER if config.name != TILE)
+    assert kernels.left_of_hopper(read_rows(one_file(one))) == others
+
+
+def test_a_section_whose_time_is_over_is_left_to_the_same_command(monkeypatch, tmp_path):
+    """It is no verdict that the kernel is wrong, but what it has not tried this run does not use."""
+    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
+    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.HOPPER)
+
+    def late(device, table):
+        kernels.tried({"NT": Trial(program("time.sleep(600)"))}, 0.0, table)
+
+    monkeypatch.setattr(kernels, "grouped", late)
+    assert kernels.main(["--dry", "--out", str(tmp_path)]) == 1 and not kernels.tiles.HOPPER
+    rows = read_rows(tmp_path / "kernels.jsonl")
+    assert [row["note"] for row in rows if row.get("verdict") is False] == ["all results right: False"]
+    assert [row["left_out"] for row in rows if "left_out" in row] == [[kernels.HOPPER_SECTION]]
+    seen = []
+    monkeypatch.setattr(kernels, "grouped", lambda device, table: seen.append(kernels.tiles.HOPPER))
+    assert kernels.main(["--dry", "--out", str(tmp_path)]) == 0 and kernels.tiles.HOPPER == kernels.HOPPER
+    assert seen == [kernels.HOPPER], "tried again, with all its tiles"
 
 
 def test_a_run_without_the_kernel_for_hopper(monkeypatch, tmp_path):
