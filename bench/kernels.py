@@ -55,7 +55,7 @@ from . import gemm, overlap
 from .lib import fp8
 from .lib import verdicts as judge
 from .lib.arguments import Parser
-from .lib.attempts import bounded, case, end_with_parent, works
+from .lib.attempts import bounded, case, end, end_with_parent, works
 from .lib.numerics import LIMITS, numerics
 from .lib.simulated import SimulatedCommunicator
 from .lib.table import LEFT_OUT, Table, environment, in_a_line, rows_to_go_on_with, trace_of
@@ -246,8 +246,7 @@ def compile_ahead(jobs: int, seconds: float) -> None:
                 print(f"compiling, part {part}: ended with {code}", flush=True)
         except subprocess.TimeoutExpired:
             print(f"compiling, part {part}: not ready after {seconds:.0f} s", flush=True)
-            worker.kill()
-            worker.wait()
+            end(worker)
 
 
 def compile_part(device: torch.device, part: int, parts: int) -> None:

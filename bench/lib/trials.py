@@ -14,7 +14,7 @@ import tempfile
 import time
 from typing import Any
 
-from .attempts import show_where
+from .attempts import end, show_where
 
 
 class OutOfTimeError(TimeoutError):
@@ -74,8 +74,4 @@ class Trial:
 
     def kill(self) -> None:
         """End it; of one whose device does not let go of it no end is waited for."""
-        self.process.kill()
-        try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            print(f"process {self.process.pid} does not end", flush=True)
+        end(self.process)

@@ -5,6 +5,7 @@ Each is a process of its own, whose end and whose output are looked at.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from axo_kernels.tune.trust import shape_class
-from bench import gpu, kernels
+from bench import device, gpu, kernels
 from bench.lib import attempts, card, fp8, log, numerics, table, verdicts
 from bench.lib.table import read_rows
 from bench.lib.trials import OutOfTimeError, Trial
@@ -207,17 +208,67 @@ def test_a_case_that_hangs_ends_its_process(tmp_path):
     assert table.under_way(read_rows(path)) == {"NT": "a tile"}
 
 
-def test_a_part_that_is_late_says_where_it_is(monkeypatch, capfd):
-    """By a signal that Python answers with its threads; one that answers to nothing is not waited for."""
+def test_a_part_that_is_late_says_where_it_is(monkeypatch, tmp_path, capfd):
+    """By a signal that Python answers with its threads; one that answers to nothing is killed.
+
+    Its time is over when it has said that it is inside of its product, by a file.
+    """
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
-    hangs = "import time\ndef product(): time.sleep(600)\n"
+    there, started = tmp_path / "there", []
+
+    class Late(subprocess.Popen):
+        def __init__(self, *given, **more):
+            super().__init__(*given, **more)
+            started.append(self)
+
+        def wait(self, timeout=None):
+            if timeout != 60.0:
+                return super().wait(timeout)
+            while not there.exists():
+                assert self.poll() is None
+                time.sleep(0.01)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    hangs = f"import time\ndef product():\n    open({str(there)!r}, 'w').close()\n    time.sleep(600)\n"
     assert attempts.run_within([sys.executable, "-c", "raise SystemExit(3)"], 60) == 3
     for deaf in ("", "import faulthandler, signal; faulthandler.disable(); signal.signal(6, signal.SIG_IGN)\n"):
-        monkeypatch.setattr(attempts, "_LEAVING", 1.0 if deaf else 20.0)
-        started = time.perf_counter()
-        with pytest.raises(subprocess.TimeoutExpired):
-            attempts.run_within([sys.executable, "-c", hangs + deaf + "product()"], 2.0)
-        assert time.perf_counter() - started < 20 and ("in product" in capfd.readouterr().err) == (not deaf)
+        monkeypatch.setattr(attempts, "_LEAVING", 0.5 if deaf else 600.0)
+        there.unlink(missing_ok=True)
+        with monkeypatch.context() as patched, pytest.raises(subprocess.TimeoutExpired):
+            patched.setattr(attempts.subprocess, "Popen", Late)
+            attempts.run_within([sys.executable, "-c", hangs + deaf + "product()"], 60.0)
+        assert started[0].wait() == (-signal.SIGKILL if deaf else -signal.SIGABRT)
+        assert ("in product" in capfd.readouterr().err) == (not deaf)
+        started.clear()
+
+
+def test_what_the_driver_does_not_let_go_of_is_left(monkeypatch, capsys):
+    """Of a trial, of what compiles and of ranks that measure together: a process that no kill ends stands for it."""
+
+    class Held(subprocess.Popen):
+        def __init__(self, command, **more):
+            super().__init__([sys.executable, "-c", "import time; time.sleep(600)"], **more)
+            held.append(self)
+
+        def kill(self):
+            pass
+
+        def wait(self, timeout=None):
+            assert timeout is not None, "it would never come back"
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    held = []
+    monkeypatch.setattr(subprocess, "Popen", Held)
+    try:
+        Trial(["a trial"]).kill()
+        kernels.compile_ahead(2, 0.0)
+        with pytest.raises(RuntimeError, match="2 ranks did not end within"):
+            device.in_processes(SimpleNamespace(kind="standin"), 2)
+    finally:
+        for process in held:
+            os.kill(process.pid, signal.SIGKILL)
+            super(Held, process).wait()
+    assert capsys.readouterr().out.count("does not end") == len(held) == 5
 
 
 def test_the_debugger_looks_at_what_hangs(monkeypatch, tmp_path, capfd):
