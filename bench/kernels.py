@@ -46,6 +46,7 @@ from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shape
 from axo_kernels.gemm.matmul import describable
 from axo_kernels.gemm.tiles import HOPPER, TRIED, Config
 from axo_kernels.tune.choice import Choice
+from axo_kernels.tune.error_line import in_a_line
 from axo_kernels.tune.model_shapes import layers
 from axo_kernels.tune.runners import runner
 from axo_kernels.tune.timing import relative_error
@@ -56,9 +57,9 @@ from .lib import fp8
 from .lib import verdicts as judge
 from .lib.arguments import Parser
 from .lib.attempts import bounded, case, end, end_with_parent, works
-from .lib.numerics import LIMITS, numerics
+from .lib.numerics import ROUNDING_LIMITS, numerics
 from .lib.simulated import SimulatedCommunicator
-from .lib.table import LEFT_OUT, Table, environment, in_a_line, rows_to_go_on_with, trace_of
+from .lib.table import LEFT_OUT, Table, environment, rows_to_go_on_with, trace_of
 from .lib.trials import OutOfTimeError, Trial
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
@@ -253,7 +254,7 @@ def compile_part(device: torch.device, part: int, parts: int) -> None:
     """Launch every ``parts``-th of what the sections launch, once."""
     calls: list[Callable[[], object]] = []
     table = _Silent()
-    pairs = [(dtype, layout) for dtype in LIMITS for layout in LAYOUTS]
+    pairs = [(dtype, layout) for dtype in ROUNDING_LIMITS for layout in LAYOUTS]
     calls += [partial(numerics, device, table, False, [pair]) for pair in pairs]
     calls += [partial(strategies, device, table, False), partial(rounds, device, table, False, 2)]
     found: dict[tuple[str, Config], Product] = {}
