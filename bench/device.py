@@ -37,7 +37,7 @@ import axo
 from axo.comm.transports import meet
 
 from .lib.arguments import Parser
-from .lib.attempts import attempt, end_with_parent
+from .lib.attempts import attempt, end, end_with_parent
 from .lib.table import Table, environment
 
 COLUMNS = {"check": "s", "ranks": "d", "bytes": "d", "us": ".1f", "wrong": "d"}
@@ -309,8 +309,7 @@ def in_processes(gpu: Any, size: int) -> list[dict[str, float]]:
             raise RuntimeError(f"{size} ranks did not end within {TOGETHER_SECONDS:g} s") from None
         finally:
             for rank in ranks:
-                rank.kill()
-                rank.wait()
+                end(rank)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
 
 

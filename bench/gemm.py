@@ -36,6 +36,7 @@ from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.gemm.tiles import TRIED, Config
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import Choice
+from axo_kernels.tune.error_line import in_a_line
 from axo_kernels.tune.model_shapes import layers
 from axo_kernels.tune.timing import paired, relative_error
 from axo_kernels.tune.tuner import runner
@@ -45,7 +46,7 @@ from .lib import arguments, card
 from .lib.accuracy import sum_limit
 from .lib.arguments import Parser
 from .lib.attempts import attempt, works
-from .lib.table import Table, environment, in_a_line
+from .lib.table import Table, environment
 
 COLUMNS = {
     "product": "s",
@@ -62,7 +63,8 @@ COLUMNS = {
     "error": ".1e",
     "chosen": "s",
 }
-LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+# Of a contestant's whole product against fp64 (_error): the rounding of its result and of its sums.
+PRODUCT_LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 # Dense bf16 / fp16 peaks, FLOP/s, by what the device calls itself (vendors' documents).
 PEAKS = {
     "H100 PCIe": 756e12,
@@ -197,7 +199,7 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         calls["cupy"] = other
     checked = {name: call for name, call in calls.items() if name != "cupy"}
     errors = _checked(checked, lambda call: _error(call(), a, b, product.layout), calls, left_out, device)
-    limits = dict.fromkeys(errors, LIMITS[product.dtype])
+    limits = dict.fromkeys(errors, PRODUCT_LIMITS[product.dtype])
     timings = dict(zip(calls, paired(list(calls.values()), device, rounds), strict=True))
     added = None
     if product.layout == "TN" and "triton" in calls:
@@ -355,7 +357,7 @@ def _cupy(a: torch.Tensor, b: torch.Tensor, product: Product, tell: Callable[[st
     except Exception as raised:  # another CuPy or cuBLAS than ours was written against: a baseline less, no more
         tell(f"not measured: {in_a_line(raised)}")
         return None
-    if not apart < LIMITS[product.dtype]:
+    if not apart < PRODUCT_LIMITS[product.dtype]:
         tell(f"not measured: its result is off by {apart:.1e}")
         return None
     return call

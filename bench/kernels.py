@@ -46,6 +46,7 @@ from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shape
 from axo_kernels.gemm.matmul import describable
 from axo_kernels.gemm.tiles import HOPPER, TRIED, Config
 from axo_kernels.tune.choice import Choice
+from axo_kernels.tune.error_line import in_a_line
 from axo_kernels.tune.model_shapes import layers
 from axo_kernels.tune.runners import runner
 from axo_kernels.tune.timing import relative_error
@@ -55,11 +56,11 @@ from . import gemm, overlap
 from .lib import fp8
 from .lib import verdicts as judge
 from .lib.arguments import Parser
-from .lib.attempts import bounded, case, end_with_parent, works
-from .lib.numerics import LIMITS, numerics
+from .lib.attempts import bounded, case, end, end_with_parent, works
+from .lib.numerics import ROUNDING_LIMITS, numerics
 from .lib.simulated import SimulatedCommunicator
-from .lib.table import LEFT_OUT, Table, environment, in_a_line, rows_to_go_on_with, trace_of
-from .lib.trials import Trial
+from .lib.table import LEFT_OUT, Table, environment, rows_to_go_on_with, trace_of
+from .lib.trials import OutOfTimeError, Trial
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
 HOPPER_SECTION = "the kernel for Hopper"
@@ -148,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
             left.append(name)
     for trial in trials.values():
         trial.kill()  # where the section had no turn
-    if HOPPER_SECTION in table.failed:
+    if HOPPER_SECTION in table.failed or HOPPER_SECTION in left:  # what has not been tried to its end may hang
         tiles.HOPPER = ()
     latest = {row["check"]: row for row in table.rows}.values()
     unfinished = left or any(what.split(": ")[0] in sections for what in table.failed)
@@ -199,15 +200,20 @@ def main(arguments: list[str] | None = None) -> int:
 def section(
     name: str, call: Callable[[], object], device: torch.device, table: Table, verdicts: dict[str, bool | str]
 ) -> bool:
-    """Run one section; what it raises is a verdict, and leaves the other sections their turn.
+    """Run one section; returns whether it came to its end. What it raises is a verdict, and leaves the other sections
+    their turn.
 
-    One after which the device does nothing more is a failure in the table, so that it is not tried again.
+    One after which the device does nothing more is a failure in the table, so that it is not tried again. That its time
+    was over is neither.
     """
     if not works(device):
         print(f"{name}: left out, the device has stopped working", flush=True)
         return False
     try:
         call()
+    except OutOfTimeError as error:
+        table.note(f"{name}: not ended: {error}")
+        return False
     except Exception as error:
         if works(device):
             verdicts[told := f"{name} ended early: {in_a_line(error)}"] = False
@@ -241,15 +247,14 @@ def compile_ahead(jobs: int, seconds: float) -> None:
                 print(f"compiling, part {part}: ended with {code}", flush=True)
         except subprocess.TimeoutExpired:
             print(f"compiling, part {part}: not ready after {seconds:.0f} s", flush=True)
-            worker.kill()
-            worker.wait()
+            end(worker)
 
 
 def compile_part(device: torch.device, part: int, parts: int) -> None:
     """Launch every ``parts``-th of what the sections launch, once."""
     calls: list[Callable[[], object]] = []
     table = _Silent()
-    pairs = [(dtype, layout) for dtype in LIMITS for layout in LAYOUTS]
+    pairs = [(dtype, layout) for dtype in ROUNDING_LIMITS for layout in LAYOUTS]
     calls += [partial(numerics, device, table, False, [pair]) for pair in pairs]
     calls += [partial(strategies, device, table, False), partial(rounds, device, table, False, 2)]
     found: dict[tuple[str, Config], Product] = {}
@@ -303,27 +308,44 @@ def tried(trials: dict[str, Trial], until: float, table: Table) -> None:
     """The rows of ``grouped``, one process a layout.
 
     A tile in which one hangs or dies has failed, and what is behind it is tried in another process. Where it is not
-    known, or no time is left for that, the kernel has failed, and nothing else.
+    known, the kernel has failed, and nothing else.
+
+    Raises:
+        OutOfTimeError: ``until`` has come before the end of the last one. What was found stands.
     """
     try:
         for layout in trials:
-            while what := trials[layout].wait(until, QUIET):
+            while what := _became_of(trials[layout], layout, until, table):
                 rows, last = trials[layout].said()
                 _add(rows, table)
                 told = f"{layout} {what}" + (f", in {last['begins']}" if last else "")
                 told += "".join(f"\n{row['trace']}" for row in rows if "trace" in row)
                 error = (RuntimeError if what.startswith("ended") else TimeoutError)(told)
-                if not last or time.perf_counter() > until:
+                if not last:
                     raise error
                 tiles.HOPPER = tuple(config for config in tiles.HOPPER if config.name != last["tile"])
                 table.fail(f"{HOPPER_SECTION}: {last['tile']}", error, tile=last["tile"])
+                if time.perf_counter() > until:
+                    raise OutOfTimeError(f"no time was left to try {layout} behind {last['tile']}")
                 trials[layout] = _trial(layout, _left_out())
             _add(trials[layout].said()[0], table)
+    except OutOfTimeError:
+        raise
     except (TimeoutError, RuntimeError) as error:
         table.fail(HOPPER_SECTION, error)
     finally:
         for trial in trials.values():
             trial.kill()
+
+
+def _became_of(trial: Trial, layout: str, until: float, table: Table) -> str:
+    """:meth:`Trial.wait`; that no time was left says which layout, and where it was."""
+    try:
+        return trial.wait(until, QUIET)
+    except OutOfTimeError as error:
+        rows, last = trial.said()
+        _add(rows, table)
+        raise OutOfTimeError(f"{layout}: {error}" + (f", in {last['begins']}" if last else "")) from None
 
 
 def _add(rows: list[dict[str, Any]], table: Table) -> None:

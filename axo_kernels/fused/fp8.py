@@ -208,7 +208,7 @@ def run_all_gather_fp8(
         whole = gathered(mine, comm)
         return multiply_packed(a, whole, "row"), whole
     out = a.new_empty((len(a), comm.size * len(mine)))
-    left = _rounded_rows(a, "row") if len(a) else Rounded(a, a)
+    left = _rounded_rows(a, "row")  # a rank without rows has no scales, and gathers as the others do
 
     def part(_: torch.Tensor, rows: torch.Tensor, *, out: torch.Tensor, bias: None = None) -> torch.Tensor:
         """Rows of one rank (n, k) into (m, n), or of neighbours (ranks, n, k) into (ranks, m, n), as one product."""

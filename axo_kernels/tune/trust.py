@@ -20,11 +20,12 @@ from axo_kernels.gemm.layout import Product, stored_shapes
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.gemm.tiles import Config
 from axo_kernels.tune.choice import Choice
+from axo_kernels.tune.error_line import in_a_line
 from axo_kernels.tune.runners import Runner
 
 # An element may be off by this share of the result's root mean square: twice the rounding of the largest elements,
 # which are six times that. A step of K that is left out, or taken twice, is 1 / sqrt(steps).
-_LIMITS = {torch.bfloat16: 12 * 2.0**-8, torch.float16: 12 * 2.0**-11, torch.float32: 1e-3}
+_ELEMENT_LIMITS = {torch.bfloat16: 12 * 2.0**-8, torch.float16: 12 * 2.0**-11, torch.float32: 1e-3}
 _ROWS = 2048  # of the result, compared at once
 # Tiles of a program, of which no more ways are known: one; its ring and its buffers once more, or the other group's
 # turn; and, of a group of pingpong's, a tile behind its first.
@@ -85,14 +86,12 @@ class Trust:
                 out = torch.full((product.m, product.n), float("nan"), dtype=product.dtype, device=device)
                 got = run(a, b, out=master.clone() if "accumulate" in extra else out, **extra)
                 off = _largest_gap(got, expected)
-                if not off < _LIMITS[limit]:
-                    where = _where(got, expected, _LIMITS[limit], choice.config)
+                if not off < _ELEMENT_LIMITS[limit]:
+                    where = _where(got, expected, _ELEMENT_LIMITS[limit], choice.config)
                     return f"{name} {product.name} is off by {off:.1e} of its root mean square: {where}"
         except Exception as error:
             self.error = error
-            told = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-            ends = dict.fromkeys((told[0][:200], told[-1][:200]))  # a compiler says last what is wrong
-            return f"{product.name}: {type(error).__name__}: {' ... '.join(ends)}"
+            return f"{product.name}: {in_a_line(error)}"
         return ""
 
 

@@ -29,6 +29,7 @@ from axo_kernels.gemm.layout import Product, laid_out, product_of, stored_shapes
 from axo_kernels.gemm.tiles import TRIED
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import FUSED, Choice, from_json, fused_choices, fused_name, plain_choices, usable
+from axo_kernels.tune.error_line import in_a_line
 from axo_kernels.tune.runners import SHORTEST, Runner, run_fused, runner
 from axo_kernels.tune.timing import paired, relative_error
 from axo_kernels.tune.trust import Trust
@@ -36,8 +37,8 @@ from axo_kernels.tune.trust import Trust
 MODES = ("off", "cached", "first-step")
 # A candidate must beat torch's own by this much: what paired medians of one machine may differ by chance.
 _MARGIN = 0.03
-# Twice the rounding of one result: candidates add in different orders.
-_LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# A candidate's result may be so far from torch's own: twice the rounding of one, since they add in different orders.
+_APART_LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ class Tuner:
             return known
         entry = self.cache(device).get(name)
         found = from_json(entry) if entry is not None else None
-        if found is not None and (not usable(found, product, device) or self._distrusted(found, product, device)):
+        if found is not None and (not usable(found, product, device) or self._kernel_complaint(found, product, device)):
             found = None
         if self.comm is not None and self.comm.size > 1:
             # One choice for all, whatever each rank has on disk.
@@ -263,7 +264,7 @@ class Tuner:
         chosen = self._choices[name] = found or Choice("vendor", product.layout)
         return chosen
 
-    def _distrusted(self, choice: Choice, product: Product, device: torch.device) -> str:
+    def _kernel_complaint(self, choice: Choice, product: Product, device: torch.device) -> str:
         """What is wrong with a kernel that nothing but a GPU can run; "" for every other choice."""
         trust = self._trust.setdefault(product.layout, Trust(partial(runner, stored=product.layout)))
         return trust.complaint(choice, product, device)
@@ -331,16 +332,16 @@ class Tuner:
         """
         fused, why = choice.strategy != "serial", ""
         try:
-            why = self._distrusted(choice, product, device)
+            why = self._kernel_complaint(choice, product, device)
             if why and fused:
                 raise ValueError(f"{choice.name}: {why}")
             if not why:
-                error, limit = relative_error(run(choice, operands), reference), _LIMITS[reference.dtype]
+                error, limit = relative_error(run(choice, operands), reference), _APART_LIMITS[reference.dtype]
                 why = "" if error < limit else f"off by {error:.1e}"
         except Exception as error:
             if fused:  # the other ranks are inside the same operation: this cannot be survived alone
                 raise
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[-500:]}"  # a compiler says last what is wrong
+            why = in_a_line(error)
         if why and device.type == "cuda":
             try:
                 torch.cuda.synchronize(device)

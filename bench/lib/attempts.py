@@ -117,6 +117,15 @@ def run_within(command: list[str], timeout: float) -> int:
 _LEAVING = 5.0  # seconds in which a process that is told to end does so
 
 
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process; where the driver does not let go of it, it is left."""
+    process.kill()
+    try:
+        process.wait(_LEAVING)
+    except subprocess.TimeoutExpired:
+        print(f"process {process.pid} does not end", flush=True)
+
+
 def show_where(pid: int) -> None:
     """Print where the GPU is in a process, by CUDA's debugger, where it is installed: after a kill nothing tells."""
     if shutil.which("cuda-gdb"):

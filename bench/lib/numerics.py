@@ -18,7 +18,7 @@ from .accuracy import matmul_reference, sum_limit
 from .attempts import case
 
 # Results as wide as the operands: twice the rounding of one element, and what the sum adds (accuracy.py).
-LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-6}
+ROUNDING_LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-6}
 Multiply = Callable[..., torch.Tensor]
 
 
@@ -32,7 +32,7 @@ def numerics(device: torch.device, table: Any, dry: bool, only: list[tuple[torch
         only: Of these pairs of dtype and layout; None: all.
     """
     sizes = [(1, 1, 1), (7, 128, 31), (101, 13, 97)] + ([] if dry else [(512, 768, 1024), (1000, 1001, 1003)])
-    for dtype, limit in LIMITS.items():
+    for dtype, limit in ROUNDING_LIMITS.items():
         for layout in LAYOUTS:
             if only is not None and (dtype, layout) not in only:
                 continue

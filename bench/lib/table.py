@@ -21,6 +21,7 @@ import torch
 
 import axo
 import axo_kernels
+from axo_kernels.tune.error_line import in_a_line
 
 _KEPT = {"section", "failed"}  # notes that a run goes on with
 _MARKS = {"bench", "begun", "begins", "over"}  # lines that are no rows
@@ -162,13 +163,6 @@ def under_way(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
         elif "over" in line:
             found.pop(line["over"], None)
     return found
-
-
-def in_a_line(error: Exception) -> str:
-    """The kind of an error, and how its words begin and end: of a compiler's, what is wrong stands last."""
-    told = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    ends = [told[0][:200], told[-1][:200]] if len(told) > 1 else [told[0][:400]]
-    return f"{type(error).__name__}: {' ... '.join(ends)}"
 
 
 def trace_of(error: Exception) -> str:

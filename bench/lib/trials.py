@@ -14,7 +14,11 @@ import tempfile
 import time
 from typing import Any
 
-from .attempts import show_where
+from .attempts import end, show_where
+
+
+class OutOfTimeError(TimeoutError):
+    """What ran was not waited for any longer; nothing is said against it."""
 
 
 class Trial:
@@ -26,22 +30,27 @@ class Trial:
         self.process = subprocess.Popen(command, stdout=self._file)
 
     def wait(self, until: float, quiet: float) -> str:
-        """Wait for its end, which is not waited for any longer after ``until``, or where it has said nothing for
-        ``quiet`` seconds: then it is killed, after what a debugger finds.
+        """Wait for its end. Where it has said nothing for ``quiet`` seconds it is killed, after what a debugger finds.
 
         Args:
-            until: By ``time.perf_counter``.
+            until: When it is killed though nothing is wrong with it; by ``time.perf_counter``.
             quiet: Seconds.
 
         Returns:
             "" where it came to its end, else what became of it.
+
+        Raises:
+            OutOfTimeError: ``until`` has come before its end, and it has spoken in time.
         """
         while (code := self.process.poll()) is None:
             silent = time.time() - max(self._started, os.fstat(self._file.fileno()).st_mtime)
-            if silent > quiet or time.perf_counter() > until:
+            if silent > quiet:
                 show_where(self.process.pid)
                 self.kill()
                 return f"has said nothing for {silent:.0f} s: a kernel that hangs"
+            if time.perf_counter() > until:
+                self.kill()
+                raise OutOfTimeError("no time was left for it")
             time.sleep(0.05)
         return f"ended with {code}" if code else ""
 
@@ -65,8 +74,4 @@ class Trial:
 
     def kill(self) -> None:
         """End it; of one whose device does not let go of it no end is waited for."""
-        self.process.kill()
-        try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            print(f"process {self.process.pid} does not end", flush=True)
+        end(self.process)

@@ -5,6 +5,7 @@ Each is a process of its own, whose end and whose output are looked at.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from axo_kernels.tune.trust import shape_class
-from bench import gpu, kernels
+from bench import device, gpu, kernels
 from bench.lib import attempts, card, fp8, log, numerics, table, verdicts
 from bench.lib.table import read_rows
 from bench.lib.trials import Trial
@@ -25,106 +25,6 @@ from bench.lib.trials import Trial
 from .test_bench_gpu import kernels_in_this_process, measure_in_fake_time
 
 ROOT = Path(gpu.__file__).parents[1]
-CHECK = {"check": "NN", "error": 0.0, "limit": 0.5}
-
-
-def program(*lines):
-    """A trial that runs these lines of Python; ``say`` prints a row."""
-    say = "say = lambda **row: print(json.dumps(row), flush=True)"
-    return [sys.executable, "-c", "\n".join(["import json, sys, time", say, *lines])]
-
-
-@pytest.fixture
-def one(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.HOPPER)
-    return table.Table({"check": "s"}, tmp_path / "kernels.jsonl", earlier=())
-
-
-TILE = kernels.HOPPER[1].name
-BEGINS = f"say(begins='NT {TILE}', tile='{TILE}')"
-
-
-def test_a_tile_that_hangs_is_left_out_alone(monkeypatch, one):
-    """What the trial had found stands, what is no row is shown, and what is behind that tile is tried without it."""
-    started = []
-
-    def again(layout, without):
-        started.append((layout, set(without)))
-        return Trial(program(f"say(check='{layout} behind', error=0.0, limit=0.5)"))
-
-    monkeypatch.setattr(kernels, "_trial", again)
-    monkeypatch.setattr(kernels, "QUIET", 1.0)
-    noise = "print('.version 8.4' * 20000)"  # more than a pipe holds: a compiler that fails prints its program
-    trials = {
-        "NN": Trial(program(noise, "say(check='NN', error=0.0, limit=0.5)")),
-        "NT": Trial(program("say(check='NT', error=0.0, limit=0.5)", BEGINS, "time.sleep(600)")),
-        "TN": Trial(program(BEGINS, "time.sleep(600)")),
-    }
-    hung = [trials["NT"], trials["TN"]]
-    kernels.tried(trials, time.perf_counter() + 60, one)
-    assert [row["check"] for row in one.rows] == ["NN", "NT", "NT behind", "TN behind"]
-    assert started == [("NT", {TILE}), ("TN", {TILE})]
-    (told,) = one.failed.values()
-    assert "TN has said nothing for " in told and f": a kernel that hangs, in NT {TILE}" in told
-    assert [trial.process.poll() for trial in hung] == [-9, -9]
-    assert [config.name for config in kernels.tiles.HOPPER] == [c.name for c in kernels.HOPPER if c.name != TILE]
-    rows = read_rows(one_file(one))
-    assert kernels.left_of_hopper(rows) == kernels.tiles.HOPPER, "nor does a run that goes on use it"
-
-
-def one_file(one):
-    return Path(one._file.name)
-
-
-def test_a_tile_that_kills_its_device_is_left_out_alone(monkeypatch, one):
-    """Its traceback is in the file, since what a trial prints is gone with the machine."""
-    monkeypatch.setattr(kernels, "_trial", lambda layout, without: Trial(program("pass")))
-    dies = Trial(program(BEGINS, "say(trace='RuntimeError: illegal address')", "sys.exit(1)"))
-    kernels.tried({"NT": dies}, time.perf_counter() + 60, one)
-    assert (
-        list(one.failed) == [f"{kernels.HOPPER_SECTION}: {TILE}"]
-        and len(kernels.tiles.HOPPER) == len(kernels.HOPPER) - 1
-    )
-    (row,) = (row for row in read_rows(one_file(one)) if "failed" in row)
-    assert "NT ended with 1" in row["note"] and "illegal address" in row["trace"]
-
-
-@pytest.mark.parametrize("lines", [["time.sleep(600)"], [BEGINS, "time.sleep(600)"], ["sys.exit(3)"]])
-def test_where_no_tile_is_known_the_kernel_is_left_out(monkeypatch, one, lines):
-    """Or no time is left to try the others."""
-    trials = {"NT": Trial(program(*lines)), "TN": Trial(program("time.sleep(600)"))}
-    if "sys.exit(3)" not in lines:
-        time.sleep(0.5)
-    kernels.tried(trials, time.perf_counter() + (10 if "sys.exit(3)" in lines else 0), one)
-    assert list(one.failed) == [kernels.HOPPER_SECTION]
-    assert all(trial.process.poll() is not None for trial in trials.values())
-    assert kernels.left_of_hopper(read_rows(one_file(one))) == ()
-
-
-def test_a_run_without_the_kernel_for_hopper(monkeypatch, tmp_path):
-    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
-    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.HOPPER)
-    monkeypatch.setattr(kernels, "grouped", lambda device, table: kernels.tried({}, 0.0, table))
-    assert kernels.main(["--dry", "--out", str(tmp_path / "right")]) == 0 and kernels.tiles.HOPPER
-    fails = lambda device, table: table.fail(kernels.HOPPER_SECTION, TimeoutError("hangs"))  # noqa: E731
-    monkeypatch.setattr(kernels, "grouped", fails)
-    assert kernels.main(["--dry", "--out", str(tmp_path / "hangs")]) == 2 and not kernels.tiles.HOPPER
-
-
-def test_a_product_that_hung_costs_the_tile_that_it_looked_at():
-    """All of Hopper's, where it was not looking at one candidate: the bench times them, and the tuner does."""
-    product = "NT 4096x4096x4096 bfloat16"
-
-    def left(within):
-        return kernels.left_of_hopper([{"failed": product, "cut_off": within}])
-
-    assert left("") == left(f"matmul {product}") == left(f"matmul {product}: times") == ()
-    assert left(f"matmul {product}: NT {TILE}") == tuple(c for c in kernels.HOPPER if c.name != TILE)
-    assert left(f"matmul {product}: NT tma 128x256x64 g8 w8 s3 p2") == left_of_a_section() == kernels.HOPPER
-
-
-def left_of_a_section():
-    return kernels.left_of_hopper([{"failed": "strategies", "cut_off": ""}, {"failed": "NT", "note": "out of memory"}])
 
 
 def test_a_case_that_hangs_ends_its_process(tmp_path):
@@ -145,17 +45,67 @@ def test_a_case_that_hangs_ends_its_process(tmp_path):
     assert table.under_way(read_rows(path)) == {"NT": "a tile"}
 
 
-def test_a_part_that_is_late_says_where_it_is(monkeypatch, capfd):
-    """By a signal that Python answers with its threads; one that answers to nothing is not waited for."""
+def test_a_part_that_is_late_says_where_it_is(monkeypatch, tmp_path, capfd):
+    """By a signal that Python answers with its threads; one that answers to nothing is killed.
+
+    Its time is over when it has said that it is inside of its product, by a file.
+    """
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
-    hangs = "import time\ndef product(): time.sleep(600)\n"
+    there, started = tmp_path / "there", []
+
+    class Late(subprocess.Popen):
+        def __init__(self, *given, **more):
+            super().__init__(*given, **more)
+            started.append(self)
+
+        def wait(self, timeout=None):
+            if timeout != 60.0:
+                return super().wait(timeout)
+            while not there.exists():
+                assert self.poll() is None
+                time.sleep(0.01)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    hangs = f"import time\ndef product():\n    open({str(there)!r}, 'w').close()\n    time.sleep(600)\n"
     assert attempts.run_within([sys.executable, "-c", "raise SystemExit(3)"], 60) == 3
     for deaf in ("", "import faulthandler, signal; faulthandler.disable(); signal.signal(6, signal.SIG_IGN)\n"):
-        monkeypatch.setattr(attempts, "_LEAVING", 1.0 if deaf else 20.0)
-        started = time.perf_counter()
-        with pytest.raises(subprocess.TimeoutExpired):
-            attempts.run_within([sys.executable, "-c", hangs + deaf + "product()"], 2.0)
-        assert time.perf_counter() - started < 20 and ("in product" in capfd.readouterr().err) == (not deaf)
+        monkeypatch.setattr(attempts, "_LEAVING", 0.5 if deaf else 600.0)
+        there.unlink(missing_ok=True)
+        with monkeypatch.context() as patched, pytest.raises(subprocess.TimeoutExpired):
+            patched.setattr(attempts.subprocess, "Popen", Late)
+            attempts.run_within([sys.executable, "-c", hangs + deaf + "product()"], 60.0)
+        assert started[0].wait() == (-signal.SIGKILL if deaf else -signal.SIGABRT)
+        assert ("in product" in capfd.readouterr().err) == (not deaf)
+        started.clear()
+
+
+def test_what_the_driver_does_not_let_go_of_is_left(monkeypatch, capsys):
+    """Of a trial, of what compiles and of ranks that measure together: a process that no kill ends stands for it."""
+
+    class Held(subprocess.Popen):
+        def __init__(self, command, **more):
+            super().__init__([sys.executable, "-c", "import time; time.sleep(600)"], **more)
+            held.append(self)
+
+        def kill(self):
+            pass
+
+        def wait(self, timeout=None):
+            assert timeout is not None, "it would never come back"
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    held = []
+    monkeypatch.setattr(subprocess, "Popen", Held)
+    try:
+        Trial(["a trial"]).kill()
+        kernels.compile_ahead(2, 0.0)
+        with pytest.raises(RuntimeError, match="2 ranks did not end within"):
+            device.in_processes(SimpleNamespace(kind="standin"), 2)
+    finally:
+        for process in held:
+            os.kill(process.pid, signal.SIGKILL)
+            super(Held, process).wait()
+    assert capsys.readouterr().out.count("does not end") == len(held) == 5
 
 
 def test_the_debugger_looks_at_what_hangs(monkeypatch, tmp_path, capfd):
@@ -403,19 +353,6 @@ def test_a_log_keeps_its_beginning_and_its_end(monkeypatch, tmp_path):
     assert len(said) <= 4000
 
 
-def test_what_is_measured_has_been_tried_in_a_process_of_its_own():
-    """With the same tile, borders, length of sums and tiles of a program (132 multiprocessors), and borders as well."""
-
-    def classes(shapes):
-        products = [kernels.Product("NT", *sizes, torch.bfloat16) for sizes in shapes]
-        choices = [kernels.Choice("triton", "NT", config) for config in kernels.HOPPER]
-        return {shape_class(choice, product, 132) for choice in choices for product in products}
-
-    tried = classes(kernels.TRIAL_SIZES)
-    assert classes((one.m, one.n, one.k) for one in kernels._shapes(False)) <= tried
-    assert {(True, True, True, False, 1), (True, True, True, False, 3)} <= {each[3:] for each in tried}
-
-
 def test_what_says_most_is_measured_first():
     """Squares whose speed is known of every library, then all kinds of a hidden size; in the end all of them, once."""
     shapes = kernels._shapes(False)
@@ -466,33 +403,3 @@ def test_a_process_that_ends_with_its_parent():
     assert os.waitpid(parent, 0)[1] == 0
     assert os.read(held, 1) == b"", "the pipe ends with its last holder"
     os.close(held)
-
-
-def test_a_second_run_on_a_gpu_tries_the_kernel_for_hopper_again(monkeypatch, tmp_path):
-    """The cache of compiled kernels may be gone with the machine, and trials are what fills it; not where one hung."""
-    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
-    started, seen = [], []
-    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(kernels, "works", lambda device: True)
-    monkeypatch.setattr(kernels, "compile_ahead", lambda jobs, seconds: None)
-    killed = []
-    process = SimpleNamespace(kill=lambda: killed.append(True))
-    monkeypatch.setattr(kernels, "_trial", lambda layout, without: (started.append(layout), process)[1])
-    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.HOPPER)
-    monkeypatch.setattr(kernels, "tried", lambda trials, until, table: seen.append(set(trials)))
-    monkeypatch.setattr(kernels.devices, "target_of", lambda device: kernels.tiles.TARGETS["sm_90"])
-    for name in ("gemm", "fp8", "overlap"):  # leave something for the next run
-        monkeypatch.setattr(getattr(kernels, name), "measure", lambda *_: 1)
-    monkeypatch.setattr(kernels.fp8, "right", lambda *_: None)
-    for times in (1, 2):
-        kernels.main(["--out", str(tmp_path)])
-        assert started == [*kernels.LAYOUTS] * times
-        assert seen == [set(kernels.LAYOUTS)] * times
-    kernels.main(["--again", "--out", str(tmp_path)])  # on the same machine
-    assert len(started) == 6
-    lines = (tmp_path / "kernels.jsonl").read_text()
-    failed = json.dumps({"note": "hangs", "failed": kernels.HOPPER_SECTION})
-    (tmp_path / "kernels.jsonl").write_text(lines + failed + "\n")
-    kernels.main(["--out", str(tmp_path)])
-    assert len(started) == len(killed) == 6 and len(seen) == 2 and not kernels.tiles.HOPPER
