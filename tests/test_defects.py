@@ -53,22 +53,20 @@ class Defect:
 
 CORE = "csrc/device/core.cpp"
 DOES_NOT_BLOCK = Edit(CORE, "  config.blocking = 1;", "  config.blocking = 0;")
-THROWS = """    throw Error("communicator '" + member_.name + "': " + function +
-                " answers before it is done, which a communicator that blocks never does: take NCCL_COMM_BLOCKING=0 "
-                "out of the environment and of nccl.conf");"""
+THROWS = '  if (result == kNcclInProgress) refuse_nonblocking(std::string(function) + " answers before it is done");'
 POLL = "nccl()->CommGetAsyncError(comm_, &result)"
 # How the core waited when its communicators did not block: for "in progress" alone. And how it ought to have waited.
 TRUSTS_SUCCESS = (
     DOES_NOT_BLOCK,
-    Edit(CORE, THROWS, f"    while (result == kNcclInProgress) {POLL};"),
+    Edit(CORE, THROWS, f"  while (result == kNcclInProgress) {POLL};"),
 )
 ALWAYS_ASKS = (
     DOES_NOT_BLOCK,
     Edit(
         CORE,
-        f"  if (result == kNcclInProgress) {{\n{THROWS}",
+        THROWS,
         f"  if (result == kNcclSuccess || result == kNcclInProgress) {{\n"
-        f"    do {POLL};\n    while (result == kNcclInProgress);",
+        f"    do {POLL};\n    while (result == kNcclInProgress);\n  }}",
     ),
 )
 FUSED = "axo_kernels/fused/kernels.py"
@@ -307,7 +305,7 @@ DEFECTS = (
     ),
     Defect(
         "15: memory is unmapped under running kernels",
-        (Edit("csrc/device/context.cpp", "  gpu_->synchronize_device();\n", ""),),
+        (Edit("csrc/device/context.cpp", "  if (!gpu_->synchronize_device()) {", "  if (false) {"),),
         "cuda",
         "memory_goes_when_the_device_is_done_with_it",
         "not: waited",

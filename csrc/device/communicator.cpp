@@ -69,7 +69,7 @@ class Impl final : public DeviceCommunicator {
     void* data = nullptr;
     core_->nccl().check(core_->nccl()->MemAlloc(&data, bytes), "ncclMemAlloc");
     return std::shared_ptr<void>(data, [c = core_](void* p) {
-      DeviceContext::release_when_idle(c->shared_context(), [c, p] { c->nccl()->MemFree(p); });
+      DeviceContext::release_when_idle(c->shared_context(), [free = c->nccl()->MemFree, p] { free(p); });
     });
   }
   std::shared_ptr<void> register_buffer(void* data, std::size_t bytes, bool symmetric) override {

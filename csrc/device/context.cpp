@@ -1,6 +1,7 @@
 #include "device/context.h"
 
 #include <cstdint>
+#include <iterator>
 #include <map>
 
 #include "base/error.h"
@@ -41,6 +42,15 @@ DeviceContext::DeviceContext(std::shared_ptr<const GpuRuntime> gpu, std::shared_
 
 DeviceContext::~DeviceContext() {
   watchdog_.reset();
+  try {  // what was dropped during a capture; the memory stays where one is still under way
+    if (!dropped_.empty()) {
+      DeviceGuard guard(*gpu_, device_);
+      if (gpu_->synchronize_device()) {
+        for (const auto& release : dropped_) release();
+      }
+    }
+  } catch (...) {  // the runtime is going away with the process
+  }
   last_shared_launch_ = {};
   gpu_->destroy_stream(shared_stream_);
   gpu_->release(zero_word_);
@@ -71,7 +81,7 @@ void DeviceContext::release_when_idle(const std::shared_ptr<DeviceContext>& cont
       context->dropped_.push_back(std::move(release));
     }
     if (Watchdog::is_this_thread() || context->queue_.is_my_turn()) {
-      Watchdog::elsewhere([context] {
+      Watchdog::try_elsewhere([context] {  // without a thread it goes with the next: nobody can wait here
         context->gpu_->set_device(context->device_);
         context->release_dropped();
       });
@@ -96,7 +106,11 @@ void DeviceContext::release_dropped() {
   }
   if (dropped.empty()) return;
   DeviceGuard guard(*gpu_, device_);
-  gpu_->synchronize_device();
+  if (!gpu_->synchronize_device()) {  // a capture that no communicator is part of
+    std::lock_guard<std::mutex> lock(mutex_);
+    dropped_.insert(dropped_.begin(), std::make_move_iterator(dropped.begin()), std::make_move_iterator(dropped.end()));
+    return;
+  }
   for (const auto& release : dropped) release();
 }
 

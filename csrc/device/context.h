@@ -48,8 +48,10 @@ class DeviceContext : public GroupLauncher {
   // Of those communicators, whatever stream each operation was on: one order for all that share.
   LastLaunch& last_shared_launch() { return last_shared_launch_; }
   // Calls `release` when what the device holds now is done: kernels may name the memory that it frees or unmaps. From
-  // any thread: one that must not wait leaves it to another. While the device captures nobody can wait for it: it is
-  // called at the next such release then, or when a communicator is shut down.
+  // any thread: one that must not wait leaves it to another. While the device captures, or where no thread can be made,
+  // nobody can wait for it: it is called at the next such release then, when a communicator is shut down, or at the
+  // context's end. So it must hold neither the context nor a communicator. Not by the clock: a wait for the device
+  // spoils whatever captures just then.
   static void release_when_idle(const std::shared_ptr<DeviceContext>& context, std::function<void()> release);
   void release_dropped();
   void reserve_ctas(int ctas) { reserved_ctas_ += ctas; }

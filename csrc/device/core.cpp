@@ -80,7 +80,7 @@ std::shared_ptr<DeviceCore> DeviceCore::create(std::shared_ptr<DeviceContext> co
   // It may have been done before it was asked; what nccl.conf says the library has put into the environment.
   const char* const blocking = std::getenv("NCCL_COMM_BLOCKING");
   if (blocking && *blocking && std::strtoll(blocking, nullptr, 0) == 0)
-    core->refuse_nonblocking("ncclCommInitRankConfig");
+    core->refuse_nonblocking("NCCL_COMM_BLOCKING=0 is set, with which the library answers before it is done");
   core->start();
   return core;
 }
@@ -197,14 +197,14 @@ void DeviceCore::leave(int result) {
   }
   if (!function) return;  // of several operations in one launch
   if (error) std::rethrow_exception(error);
-  if (result == kNcclInProgress) refuse_nonblocking(function);
+  if (result == kNcclInProgress) refuse_nonblocking(std::string(function) + " answers before it is done");
   if (result != kNcclSuccess) std::rethrow_exception(error_from(result, function));
 }
 
-void DeviceCore::refuse_nonblocking(const char* function) const {
-  throw Error("communicator '" + member_.name + "': " + function +
-              " answers before it is done, which a communicator that blocks never does: take NCCL_COMM_BLOCKING=0 "
-              "out of the environment and of nccl.conf");
+void DeviceCore::refuse_nonblocking(const std::string& why) const {
+  throw Error("communicator '" + member_.name + "': " + why +
+              ", which a communicator that blocks never does: take NCCL_COMM_BLOCKING=0 out of the environment and of "
+              "nccl.conf");
 }
 
 void DeviceCore::order(GpuStream stream, GpuStream caller, bool after_caller, const Capture& capture) {
@@ -245,9 +245,9 @@ bool DeviceCore::captures() const {
 void DeviceCore::launched(const DeviceWorkPtr& work, EventPtr start, EventPtr done, const Capture& capture) {
   *last_ = {work->stream, done, capture};
   if (capture.active() && capture.id != counted_capture_) {
+    // A graph that ends is taken off once for each time that it was counted: captures may alternate.
+    if (gpu().at_end_of_graph(work->stream, [graphs = graphs_] { --*graphs; })) ++*graphs_;
     counted_capture_ = capture.id;
-    ++*graphs_;
-    if (!gpu().at_end_of_graph(work->stream, [graphs = graphs_] { --*graphs; })) --*graphs_;
   }
   work->launched(std::move(start), std::move(done), capture.active());
   if (capture.active()) return;
@@ -311,7 +311,9 @@ std::shared_ptr<void> DeviceCore::register_buffer(void* data, std::size_t bytes,
     (symmetric ? windows_ : registrations_).insert(handle);
   }
   return std::shared_ptr<void>(data, [core = shared_from_this(), handle, symmetric](void*) {
-    DeviceContext::release_when_idle(core->context_, [core, handle, symmetric] {
+    DeviceContext::release_when_idle(core->context_, [weak = std::weak_ptr<DeviceCore>(core), handle, symmetric] {
+      const auto core = weak.lock();  // without it the library has freed what was registered
+      if (!core) return;
       const auto turn = core->context_->queue().turn();
       core->drop_registration(handle, symmetric);
     });

@@ -60,7 +60,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   // success.
   void enter(const char* function, Clock::time_point deadline);
   void leave(int result);
-  [[noreturn]] void refuse_nonblocking(const char* function) const;
+  [[noreturn]] void refuse_nonblocking(const std::string& why) const;
   // Orders `stream` after `caller` and after the last operation: of this communicator, or of all on the shared stream.
   void order(GpuStream stream, GpuStream caller, bool after_caller, const Capture& capture);
   void launched(const DeviceWorkPtr& work, EventPtr start, EventPtr done, const Capture& capture);
@@ -105,6 +105,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   bool adopt_failure();
   void tell_failure();
   void clean_up_failure();
+  void end_elsewhere();
   void end_library();
   NcclComm take_library();
   void drop_registration(void* handle, bool symmetric);

@@ -48,19 +48,23 @@ void DeviceCore::clean_up_failure() {
   tell_failure();
   if (ending_) return;
   if (comm_ || (making_ && __atomic_load_n(&slot_, __ATOMIC_ACQUIRE))) {
-    if (ending_.exchange(true)) return;
-    Watchdog::elsewhere([core = shared_from_this()] {
-      core->gpu().set_device(core->context_->device());
-      core->end_library();
-    });
+    if (!ending_.exchange(true)) end_elsewhere();
   } else if (!making_) {
     std::deque<DeviceWorkPtr> works;
     std::lock_guard<std::mutex> lock(mutex_);
-    works.swap(pending_);  // the device has let go of their tensors
+    if (!ending_) works.swap(pending_);  // the device has let go of their tensors
   }
 }
 
-// By whoever has set `ending_`.
+// By whoever has set `ending_`, on another thread: the abort may wait for graphs that only their own thread drops.
+void DeviceCore::end_elsewhere() {
+  Watchdog::elsewhere([core = shared_from_this()] {
+    core->gpu().set_device(core->context_->device());
+    core->end_library();
+  });
+}
+
+// On a thread of its own.
 void DeviceCore::end_library() {
   NcclComm comm = nullptr;
   {
@@ -84,11 +88,8 @@ void DeviceCore::check_graphs() const {
   for (const auto until = Clock::now() + kLettingGo; *graphs_ > 0 && Clock::now() < until;) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  const int graphs = *graphs_;
-  if (graphs <= 0) return;
-  throw Error("communicator '" + member_.name + "' is held by " + std::to_string(graphs) +
-              (graphs == 1 ? " graph that" : " graphs that") + " captured it; drop " + (graphs == 1 ? "it" : "them") +
-              " first");
+  if (*graphs_ <= 0) return;
+  throw Error("communicator '" + member_.name + "' is held by graphs that captured it; drop them first");
 }
 
 void DeviceCore::shutdown() {
@@ -124,7 +125,7 @@ void DeviceCore::shutdown() {
     }
   }
   if (failed()) {
-    if (ends || !ending_.exchange(true)) end_library();
+    if (ends || !ending_.exchange(true)) end_elsewhere();
     for (const auto until = Clock::now() + kPatient; ending_ && Clock::now() < until;) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -140,7 +141,7 @@ void DeviceCore::close() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return;
     closed_ = true;
-    works.swap(pending_);
+    if (!ending_) works.swap(pending_);  // else kernels may still use their tensors: the watchdog drops them
   }
   if (started_) context_->reserve_ctas(-reserved_ctas());
   own_last_ = {};
@@ -168,13 +169,17 @@ DeviceCore::~DeviceCore() {
     DeviceGuard guard(gpu(), context_->device());
     NcclComm comm = take_library();
     if (comm && *graphs_ > 0) {  // it stays, with what it holds: the abort would wait for the graphs
-    } else if (comm && Watchdog::is_this_thread()) {
-      Watchdog::elsewhere([context = context_, comm] {
+    } else if (comm) {
+      const auto ended = std::make_shared<std::atomic<bool>>(false);
+      Watchdog::elsewhere([context = context_, comm, ended] {
         context->gpu().set_device(context->device());
         context->nccl()->CommAbort(comm);
+        *ended = true;
       });
-    } else if (comm) {
-      nccl()->CommAbort(comm);
+      const auto patience = Watchdog::is_this_thread() ? std::chrono::seconds(0) : kPatient;
+      for (const auto until = Clock::now() + patience; !*ended && Clock::now() < until;) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
     }
     close();
   } catch (...) {  // the runtime is going away with the process

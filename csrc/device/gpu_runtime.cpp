@@ -57,6 +57,7 @@ GpuRuntime::GpuRuntime(GpuVendor vendor, DynamicLibrary library, const std::vect
 #undef AXO_GPU_LOAD
   library_.load(&fn_.GetErrorString, prefix + "GetErrorString");
   user_object_create_ = library_.symbol((prefix + "UserObjectCreate").c_str());
+  user_object_release_ = library_.symbol((prefix + "UserObjectRelease").c_str());
   graph_retain_ = library_.symbol((prefix + "GraphRetainUserObject").c_str());
 
   if (vendor == GpuVendor::cuda) {
@@ -155,8 +156,10 @@ void GpuRuntime::destroy_event(GpuEvent event) const noexcept {
 
 void GpuRuntime::synchronize(GpuStream stream) const { check(fn_.StreamSynchronize(stream), "StreamSynchronize"); }
 
-void GpuRuntime::synchronize_device() const noexcept {
-  if (fn_.DeviceSynchronize() != kGpuSuccess) fn_.GetLastError();
+bool GpuRuntime::synchronize_device() const noexcept {
+  const int status = fn_.DeviceSynchronize();
+  if (status != kGpuSuccess) fn_.GetLastError();
+  return status < kFirstCaptureError || status > kLastCaptureError;
 }
 
 GpuEvent GpuRuntime::create_event(bool timing) const {
@@ -252,12 +255,18 @@ bool GpuRuntime::at_end_of_graph(GpuStream stream, std::function<void()> fn) con
   auto data = std::make_unique<std::function<void()>>(std::move(fn));
   const auto destroy = [](void* given) {
     const std::unique_ptr<std::function<void()>> own(static_cast<std::function<void()>*>(given));
-    (*own)();
+    if (*own) (*own)();
   };
   check(reinterpret_cast<Create>(user_object_create_)(&object, data.get(), destroy, 1, kNoDestructorSync),
         "UserObjectCreate");
-  data.release();
-  check(reinterpret_cast<Retain>(graph_retain_)(graph, object, 1, kGraphTakesReference), "GraphRetainUserObject");
+  std::function<void()>* const given = data.release();
+  const int status_of_retain = reinterpret_cast<Retain>(graph_retain_)(graph, object, 1, kGraphTakesReference);
+  if (status_of_retain != kGpuSuccess) {
+    *given = nullptr;  // the object goes without the call: there is no graph that could end
+    using Release = int (*)(void* object, unsigned references);
+    if (user_object_release_) reinterpret_cast<Release>(user_object_release_)(object, 1);
+  }
+  check(status_of_retain, "GraphRetainUserObject");
   return true;
 }
 

@@ -28,6 +28,8 @@ using GpuEvent = void*;
 
 inline constexpr int kGpuSuccess = 0;
 inline constexpr int kGpuNotReady = 600;
+inline constexpr int kFirstCaptureError = 900;     // StreamCaptureUnsupported
+inline constexpr int kLastCaptureError = 907;      // CapturedEvent
 inline constexpr unsigned kStreamNonBlocking = 1;  // no implicit order against the default stream
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr int kMemcpyDefault = 4;      // the direction follows from the addresses
@@ -100,8 +102,9 @@ class GpuRuntime {
   GpuStream create_stream(bool high_priority) const;
   void destroy_stream(GpuStream stream) const noexcept;
   void synchronize(GpuStream stream) const;
-  // Waits for all that the current device holds, whoever it belongs to. A broken device is done too.
-  void synchronize_device() const noexcept;
+  // Waits for all that the current device holds, whoever it belongs to. A broken device is done too. False where the
+  // runtime refuses, since a stream captures: nothing was waited for then.
+  bool synchronize_device() const noexcept;
   GpuEvent create_event(bool timing) const;
   void destroy_event(GpuEvent event) const noexcept;
   void record(GpuEvent event, GpuStream stream) const;
@@ -150,6 +153,7 @@ class GpuRuntime {
   void* capture_info_ = nullptr;
   int capture_arguments_ = 0;
   void* user_object_create_ = nullptr;
+  void* user_object_release_ = nullptr;
   void* graph_retain_ = nullptr;
   void* wait_value_ = nullptr;
   void* write_value_ = nullptr;

@@ -58,6 +58,14 @@ void Watchdog::watch(const std::shared_ptr<DeviceCore>& core) {
 }
 
 void Watchdog::elsewhere(const std::function<void()>& task) {
+  if (try_elsewhere(task)) return;
+  try {  // no thread to be had: better late than never
+    task();
+  } catch (...) {  // the runtime is going away with the process
+  }
+}
+
+bool Watchdog::try_elsewhere(const std::function<void()>& task) {
   const auto start = [](void* given) -> void* {
     const std::unique_ptr<std::function<void()>> own(static_cast<std::function<void()>*>(given));
     try {
@@ -74,8 +82,8 @@ void Watchdog::elsewhere(const std::function<void()>& task) {
   const NoSignals quiet;
   const bool made = pthread_create(&thread, &detached, start, own.get()) == 0;
   pthread_attr_destroy(&detached);
-  void* const given = own.release();
-  if (!made) start(given);  // no thread to be had: better late than never
+  if (made) (void)own.release();  // it is the thread's
+  return made;
 }
 
 std::vector<std::shared_ptr<DeviceCore>> Watchdog::living(State& state) {

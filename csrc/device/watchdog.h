@@ -28,8 +28,10 @@ class Watchdog {
   std::vector<std::shared_ptr<DeviceCore>> cores() const;
   // Whether this is the thread of one: it must not wait for a device.
   static bool is_this_thread();
-  // Runs `task` on a thread of its own, which nobody joins; what it throws is lost.
+  // Runs `task` on a thread of its own, which nobody joins, or here where none can be made; what it throws is lost.
   static void elsewhere(const std::function<void()>& task);
+  // The same, but where no thread can be made `task` is not run, and the answer is false.
+  static bool try_elsewhere(const std::function<void()>& task);
   // Look at once: something failed.
   void wake();
   // Look often until no callback is open.

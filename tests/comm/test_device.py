@@ -266,7 +266,7 @@ def groups_and_graphs(folder):
         got = [tensor[0].item() for tensor in tensors]
         assert got == [2.0 * round_, 2.0 * round_, 4.0 * round_], (round_, got)
     assert graph.nodes >= 6 and not gpu.violations()
-    with pytest.raises(axo.Error, match="'world' is held by 1 graph that captured it; drop it first"):
+    with pytest.raises(axo.Error, match="'world' is held by graphs that captured it; drop them first"):
         comms.world.close()
     graph.reset()
     comms.world.barrier()

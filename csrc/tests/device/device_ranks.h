@@ -36,6 +36,8 @@ const char* running();  // the test's name
 std::vector<int> versions();
 // Threads that this process has made so far, whoever made them.
 long threads_made();
+// From here on no thread can be made, as at a limit of the system.
+void refuse_threads(bool refuse);
 // The folder of this family's libraries.
 std::string folder();
 

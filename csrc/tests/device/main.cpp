@@ -1,5 +1,6 @@
 // tests FAMILY [substring]: runs the tests against the stand-ins of one family, each within a deadline.
 #include <dlfcn.h>
+#include <errno.h>
 #include <libgen.h>
 #include <limits.h>
 #include <pthread.h>
@@ -18,6 +19,7 @@ namespace {
 std::string the_family = "cuda";
 const char* the_running = "";
 std::atomic<long> the_threads{0};
+std::atomic<bool> the_last_thread_is_made{false};
 
 void on_alarm(int) {
   (void)!::write(2, "TIMEOUT in ", 11);
@@ -30,6 +32,8 @@ void on_alarm(int) {
 const std::string& family() { return the_family; }
 const char* running() { return the_running; }
 long threads_made() { return the_threads; }
+void refuse_threads(bool refuse) { the_last_thread_is_made = refuse; }
+bool refuses_threads() { return the_last_thread_is_made; }
 
 std::vector<int> versions() {
   std::vector<int> all = {21801, 21903, 22005, 22105, 22203, 22304, 22403, 22501,
@@ -119,6 +123,7 @@ void* __wrap_dlsym(void* library, const char* name) {
 // Stands before the C library's for the whole process: also for std::thread, and for the stand-ins.
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*run)(void*), void* given) {
   static const auto next = reinterpret_cast<decltype(&pthread_create)>(__real_dlsym(RTLD_NEXT, "pthread_create"));
+  if (device::refuses_threads()) return EAGAIN;
   ++device::the_threads;
   return next(thread, attributes, run, given);
 }
@@ -134,6 +139,7 @@ int main(int argc, char** argv) {
     device::the_running = test.name;
     ::alarm(25);
     standin::reset();
+    device::refuse_threads(false);
     const long before = check::checks();
     const auto start = std::chrono::steady_clock::now();
     std::string error;

@@ -45,6 +45,7 @@ struct World {
   std::set<int> contexts;
   int aborts = 0;
   int launch_threads = 0;
+  int user_objects = 0;
   bool progressing = false;
 };
 
@@ -448,6 +449,14 @@ int live_events() {
 int live_allocations() {
   Lock hold(world().mutex);
   return static_cast<int>(world().memory.size());
+}
+int live_user_objects() {
+  Lock hold(world().mutex);
+  return world().user_objects;
+}
+void count_user_object(int change) {
+  Lock hold(world().mutex);
+  world().user_objects += change;
 }
 int stream_priority(void* stream) {
   Lock hold(world().mutex);

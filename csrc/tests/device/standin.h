@@ -151,6 +151,8 @@ std::set<int> contexts();  // devices on which this process has one, since the l
 int live_streams();
 int live_events();
 int live_allocations();
+int live_user_objects();
+void count_user_object(int change);
 int stream_priority(void* stream);
 
 }  // namespace standin

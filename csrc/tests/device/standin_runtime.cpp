@@ -157,15 +157,25 @@ int FN(UserObjectCreate)(void** object, void* data, void (*destroy)(void*), unsi
   ENTER("UserObjectCreate");
   if (references != 1 || flags != 1) return kInvalidValue;
   *object = new UserObject{data, destroy};
+  standin::count_user_object(1);
+  return 0;
+}
+static void destroy_user_object(UserObject* object) {
+  object->destroy(object->data);
+  delete object;
+  standin::count_user_object(-1);
+}
+int FN(UserObjectRelease)(void* object, unsigned references) {
+  ENTER("UserObjectRelease");
+  if (references != 1) return kInvalidValue;
+  destroy_user_object(static_cast<UserObject*>(object));
   return 0;
 }
 int FN(GraphRetainUserObject)(void* graph, void* object, unsigned references, unsigned flags) {
   ENTER("GraphRetainUserObject");
   if (!graph || references != 1 || flags != 1) return kInvalidValue;  // 1: the graph takes over the only reference
-  standin::at_end_of(*static_cast<standin::Graph*>(graph), [own = static_cast<UserObject*>(object)] {
-    own->destroy(own->data);
-    delete own;
-  });
+  standin::at_end_of(*static_cast<standin::Graph*>(graph),
+                     [own = static_cast<UserObject*>(object)] { destroy_user_object(own); });
   return 0;
 }
 

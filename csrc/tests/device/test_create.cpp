@@ -375,12 +375,14 @@ TEST(communicators_that_somebody_made_nonblocking) {
       told += std::string(e.what()).find("take NCCL_COMM_BLOCKING=0 out") != std::string::npos;
     }
   });
-  standin::settings().quick_init = true;
+  standin::settings().quick_init = true;  // then nothing was answered too early
   ranks(1, [&](Rank& me) {
     try {
       me.connect();
     } catch (const axo::Error& e) {
-      told += std::string(e.what()).find("take NCCL_COMM_BLOCKING=0 out") != std::string::npos;
+      const std::string said = e.what();
+      CHECK(said.find("'world': NCCL_COMM_BLOCKING=0 is set") != std::string::npos);
+      told += said.find("take NCCL_COMM_BLOCKING=0 out") != std::string::npos;
     }
   });
   ::unsetenv("NCCL_COMM_BLOCKING");

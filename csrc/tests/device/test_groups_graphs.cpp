@@ -225,11 +225,11 @@ TEST(a_communicator_is_not_closed_while_graphs_hold_it) {
       dropped->barrier(me.on_stream(true));
       CHECK_EQ(standin::end_capture(me.stream, graph), 0);
     }
-    CHECK_THROWS(axo::Error, "'world' is held by 2 graphs that captured it; drop them first", comm->shutdown());
+    CHECK_THROWS(axo::Error, "'world' is held by graphs that captured it; drop them first", comm->shutdown());
     dropped.reset();  // without an abort, which would wait for the graphs too
     CHECK_EQ(standin::aborts(), 0);
     graphs[0].reset();
-    CHECK_THROWS(axo::Error, "is held by 1 graph that", comm->shutdown());
+    CHECK_THROWS(axo::Error, "is held by graphs that", comm->shutdown());
     other->shutdown();                      // of no graph
     standin::replay(graphs[1], me.stream);  // and it is as good as before
     comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream())->synchronize(axo::kNoTimeout);
