@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     from axo.launch import Rank, launch_local
 
     rank = Rank.from_environment()
-    header = {"bench": "step", **environment(torch.device(options.device)), "options": _plain(options)}
+    header = {"bench": "step", **environment(torch.device(options.device)), "options": _measured(options)}
     table = Table(COLUMNS, options.json if rank is None or rank.rank == 0 else None, header)
     for case in options.cases.split(","):
         if rank:
@@ -92,8 +92,9 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(not row["right"] for row in table.rows))
 
 
-def _plain(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+def _measured(options: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, without where it goes: a place of one machine."""
+    return {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
 
 
 class Player:

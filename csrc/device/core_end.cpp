@@ -20,6 +20,17 @@ namespace {
 constexpr std::chrono::seconds kPatient{2};  // how long an abort waits for its turn, and a shutdown for the abort
 constexpr std::chrono::milliseconds kLettingGo{500};
 
+// Whether `done` becomes true in that time.
+template <class Done>
+bool within(Clock::duration time, const Done& done) {
+  const auto until = Clock::now() + time;
+  while (!done()) {
+    if (Clock::now() >= until) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
 }  // namespace
 
 // To the flight recorder and to the other ranks, once.
@@ -71,10 +82,10 @@ void DeviceCore::end_library() {
     // A call that is under way ends soon and gives its turn up. One that hangs is freed by the abort alone. NCCL's
     // guide wants no thread inside then; but it sets its flags first and frees later, and there is no other way out.
     auto turn = context_->queue().try_turn();
-    for (const auto until = Clock::now() + kPatient; !turn && !hangs() && Clock::now() < until;
-         turn = context_->queue().try_turn()) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    within(kPatient, [&] {
+      if (!turn) turn = context_->queue().try_turn();
+      return turn || hangs();
+    });
     comm = take_library();
   }  // and the turn goes back: the others go on, or end
   if (comm) nccl()->CommAbort(comm);
@@ -85,10 +96,7 @@ void DeviceCore::end_library() {
 // The library's end waits, within the call, for the graphs that captured the communicator; and so does an abort.
 void DeviceCore::check_graphs() const {
   // The runtime lets go of a graph a little after the program has.
-  for (const auto until = Clock::now() + kLettingGo; *graphs_ > 0 && Clock::now() < until;) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  if (*graphs_ <= 0) return;
+  if (within(kLettingGo, [this] { return *graphs_ <= 0; })) return;
   throw Error("communicator '" + member_.name + "' is held by graphs that captured it; drop them first");
 }
 
@@ -126,9 +134,7 @@ void DeviceCore::shutdown() {
   }
   if (failed()) {
     if (ends || !ending_.exchange(true)) end_elsewhere();
-    for (const auto until = Clock::now() + kPatient; ending_ && Clock::now() < until;) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    within(kPatient, [this] { return !ending_; });
   }
   const auto turn = context_->queue().turn();
   close();
@@ -168,18 +174,14 @@ DeviceCore::~DeviceCore() {
   try {
     DeviceGuard guard(gpu(), context_->device());
     NcclComm comm = take_library();
-    if (comm && *graphs_ > 0) {  // it stays, with what it holds: the abort would wait for the graphs
-    } else if (comm) {
+    if (comm && *graphs_ <= 0) {  // else it stays, with what it holds: the abort would wait for the graphs
       const auto ended = std::make_shared<std::atomic<bool>>(false);
       Watchdog::elsewhere([context = context_, comm, ended] {
         context->gpu().set_device(context->device());
         context->nccl()->CommAbort(comm);
         *ended = true;
       });
-      const auto patience = Watchdog::is_this_thread() ? std::chrono::seconds(0) : kPatient;
-      for (const auto until = Clock::now() + patience; !*ended && Clock::now() < until;) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      }
+      if (!Watchdog::is_this_thread()) within(kPatient, [&] { return ended->load(); });
     }
     close();
   } catch (...) {  // the runtime is going away with the process

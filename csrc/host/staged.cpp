@@ -99,15 +99,14 @@ void Rounds::plan() {
 // A small message moves about in its slot: it begins where none of the last few began. A line that the peers have read
 // lately is in their second-level caches, and taking it from there to write it takes longer than from the third level.
 std::size_t Rounds::shift(std::uint64_t total) const {
-  const Kind kind = work_->request.kind;
-  const bool whole = !combines_ && (kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::all_gather ||
-                                    kind == Kind::gather || kind == Kind::broadcast);
-  const std::size_t room = whole ? core_.layout().slot_bytes() : core_.layout().part_bytes();
-  const std::size_t item = kind == Kind::all_to_all_v ? 1 : item_size(work_->request.dtype);
-  const std::size_t count = combines_ ? part_of(total, static_cast<std::size_t>(core_.size()), item) : total;
-  if (count * item < kMoved) return 0;
+  const Request& r = work_->request;
+  const std::size_t item = r.kind == Kind::all_to_all_v ? 1 : item_size(r.dtype);
+  const std::size_t owners = combines_ ? static_cast<std::size_t>(core_.size()) : 1;
+  const std::size_t room = per_round_ / owners * item;  // of a slot, or of a part of one
+  const std::size_t bytes = (combines_ ? part_of(total, owners, item) : total) * item;
+  if (bytes < kMoved) return 0;
   std::size_t piece = kMoved;
-  while (piece < count * item && piece < room) piece *= 2;
+  while (piece < bytes && piece < room) piece *= 2;
   const std::size_t pieces = room / piece;
   return pieces < 2 ? 0 : base_ / kDepth % pieces * piece;
 }

@@ -112,6 +112,15 @@ void ranks(int n, const std::function<void(Rank&)>& fn);
 
 inline constexpr Milliseconds kPatience{15000};  // a test may take 25 s
 
+// Rank 0 alone calls on `stuck`, blocking: only its own abort ends that kernel, at its time limit. Then `gate` opens.
+inline void call_that_is_stuck(Rank& me, const Comm& stuck, const CallOptions& options, standin::Gate& gate) {
+  float x = 1;
+  std::shared_ptr<axo::Work> work;
+  if (me.rank == 0) work = stuck->all_reduce(&x, &x, 1, DType::float32, ReduceOp::sum, options);
+  gate.open();
+  if (work) CHECK_THROWS(axo::Timeout, "on 'stuck'", work->synchronize(axo::kNoTimeout));
+}
+
 // Holds ranks until all n have come; again and again. A rank that has failed does not come.
 class Meet {
  public:

@@ -503,11 +503,7 @@ TEST(memory_that_the_watchdog_drops) {
     comm->all_reduce(x, x, 1, f32, ReduceOp::sum, keeps);
     keeps.keep_alive.reset();
     both.here();
-    float y = 1;
-    std::shared_ptr<axo::Work> work;
-    if (me.rank == 0) work = stuck->all_reduce(&y, &y, 1, f32, ReduceOp::sum, on_other);
-    gate.open();
-    if (work) CHECK_THROWS(axo::Timeout, "on 'stuck'", work->synchronize(axo::kNoTimeout));
+    call_that_is_stuck(me, stuck, on_other, gate);
     both.here();
     stuck->shutdown();
     comm->shutdown();

@@ -215,10 +215,7 @@ def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) 
     events = exchange.engine.events
     with no_autocast(grad.device):
         if exchange.leaves_whole(how):
-            kept = _grad_to_add_to(ctx, grad.dtype)
-            adding = None if kept is None else products.adding(grad, rows)
-            if adding is not None:
-                computed(events, "dW", exchange.name, products.add_grad_weight, adding, grad, rows, kept)
+            if _adds(ctx, grad, rows, _grad_to_add_to(ctx, grad.dtype)):
                 torch.autograd.graph.increment_version(weight.grad)
                 return None
             whole = computed(events, "dW", exchange.name, products.grad_weight, grad, rows)
@@ -229,15 +226,21 @@ def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) 
             with span(events, "compute", "dW", "", exchange.name):
                 products.scatter_grad_weight(scattering, grad, rows, exchange.op, shard)
             return exchange.shard_gradient(weight, into)
-        kept = exchange.kept_block(how, weight, grad.dtype)
-        adding = None if kept is None else products.adding(grad, rows)
-        if adding is not None:
-            computed(events, "dW", exchange.name, products.add_grad_weight, adding, grad, rows, kept)
+        if _adds(ctx, grad, rows, exchange.kept_block(how, weight, grad.dtype)):
             exchange.engine.gradients.added(weight)
             return None
         into, grad_block = exchange.gradient_buffer(how, weight, rows.shape[1], grad)
         computed(events, "dW", exchange.name, products.grad_weight, grad, rows, grad_block)
         return exchange.weight_gradient(how, weight, into)
+
+
+def _adds(ctx: Any, grad: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor | None) -> bool:
+    """Whether the product could be added to ``kept``, the fp32 sum so far, as it was computed."""
+    exchange, products = ctx.matmul.exchange, ctx.matmul.products
+    adding = None if kept is None else products.adding(grad, rows)
+    if adding is not None:
+        computed(exchange.engine.events, "dW", exchange.name, products.add_grad_weight, adding, grad, rows, kept)
+    return adding is not None
 
 
 def _grad_to_add_to(ctx: Any, dtype: torch.dtype) -> torch.Tensor | None:
