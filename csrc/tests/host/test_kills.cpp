@@ -166,6 +166,10 @@ void rank_main(Kind kind, int rank, int victim, Store& store, Board* board, std:
   if (!lost) throw check::Failed("nothing was thrown");
   board->raised[rank] = now_us();
   expect_lost(lost, victim);
+  // The progress thread may have looked after the last of them, and lets it go a moment later.
+  for (const long until = now_us() + 5'000'000; sockets_and_segments() != before && now_us() < until;) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   CHECK_EQ(sockets_and_segments(), before);
 }
 
