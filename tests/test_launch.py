@@ -241,18 +241,21 @@ def test_no_signal_raises_within_a_rank() -> None:
     assert without == [ended, ended, ended, ended] and with_nohup == [ended, ended, ignored, ended]
 
 
-def hang_up_the_launcher() -> None:
+def hang_up_the_launcher(begun: str) -> None:
     if os.environ["RANK"] == "0":
+        while not os.path.exists(begun):
+            time.sleep(0.01)
         os.kill(os.getppid(), signal.SIGHUP)
     time.sleep(60)
 
 
-def lose_what_a_handler_raises() -> list[Any]:
+def lose_what_a_handler_raises(begun: str) -> list[Any]:
     """A signal comes while the launcher runs a destructor, out of which Python raises nothing."""
     monitor = LocalElasticAgent._monitor_workers
 
     class Slow:
         def __del__(self) -> None:
+            Path(begun).touch()
             time.sleep(20)
 
     def monitor_late(*args: Any) -> Any:
@@ -266,14 +269,16 @@ def lose_what_a_handler_raises() -> list[Any]:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     before = handlers()
     try:
-        launch_local(hang_up_the_launcher, 2)
+        launch_local(hang_up_the_launcher, 2, begun)
     except launch.Interrupted as error:
         return [error.signal, lost, handlers() == before]
     return ["went on", lost, handlers() == before]
 
 
-def test_a_signal_that_python_loses_ends_the_launch_too() -> None:
-    assert run_ranks(lose_what_a_handler_raises, 1) == [[signal.SIGHUP, ["SignalException"], True]]
+def test_a_signal_that_python_loses_ends_the_launch_too(tmp_path: Path) -> None:
+    assert run_ranks(lose_what_a_handler_raises, 1, str(tmp_path / "begun")) == [
+        [signal.SIGHUP, ["SignalException"], True]
+    ]
 
 
 def ask_on_another_thread() -> list[str]:
