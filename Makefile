@@ -7,8 +7,8 @@
 #
 # The first run makes .venv, installs torch into it, then the rest, then builds. Choose another torch (2.11 to 2.13) with
 #   make demo TORCH="torch==2.12.0"
-TORCH ?= torch==2.13.0
-TRITON ?= triton==3.6.0
+TORCH ?= torch
+TRITON ?= triton
 OUT ?= runs/demo
 ARGS ?=
 
