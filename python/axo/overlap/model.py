@@ -17,6 +17,7 @@ from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import EVALUATION, TRAINING
 from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.options import Overlap
+from axo.overlap.shard_reads import watch_first_passes
 from axo.overlap.step_check import watch
 from axo.overlap.zero import STAGES, Zero
 from axo.placement import Placement
@@ -67,6 +68,8 @@ def attach(
     if same_inputs and comms.grid.x * comms.grid.y > 1:
         engine.compares_inputs = {TRAINING, EVALUATION}
     engine.root_at(model)
+    if same_inputs:
+        watch_first_passes(model)
     watch(engine)
 
 
