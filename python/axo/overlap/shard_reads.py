@@ -4,9 +4,9 @@ A layer's weight is this rank's part of it. Modules around a layer may read ``la
 take its norm (DoRA), to shape an update like it (LoKr, LoHa), to look rows up in it, or since it is tied to another.
 They would fail with sizes that nobody gave, or compute nonsense. So in the first pass with gradients, and the first one
 without, a ``TorchFunctionMode`` sees every function of torch; one that takes a split parameter is refused unless Axo
-calls it. And a module with parameters of its own that is put in the place of a split layer, or around it (an adapter, a
-new head), is refused where that happens: the layer's inputs and outputs are of this rank, and nobody would reduce the
-gradients of the new parameters.
+calls it, or the module that owns the parameter. And a module with parameters of its own that is put in the place of a
+split layer, or around it (an adapter, a new head), is refused where that happens: the layer's inputs and outputs are of
+this rank, and nobody would reduce the gradients of the new parameters.
 
 Not here: what reads weights outside of the model's forward, and compiled models, whose compiler would trace the mode.
 """
@@ -75,10 +75,13 @@ class _ShardReads(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check(self, weight: nn.Parameter) -> None:
-        """Raise unless the nearest code outside of torch is Axo's."""
+        """Raise unless the nearest code outside of torch is Axo's, or that of the module whose own parameter it is."""
         reader = _from(lambda name: not name.startswith("torch."))
         if reader is None or reader.f_globals["__name__"].partition(".")[0] in ("axo", "axo_kernels"):
             return
+        module = reader.f_locals.get("self")
+        if isinstance(module, nn.Module) and any(each is weight for each in module._parameters.values()):
+            return  # a plan has split it for the code that it knows
         placement, code = placement_of(weight), reader.f_code
         name = next((name for name, each in self._model.named_parameters() if each is weight), "a parameter")
         path = name.split(".")[:-1]
