@@ -52,6 +52,8 @@ def watch_first_passes(model: nn.Module) -> None:
         if mode is not None:
             mode.__exit__(None, None, None)
 
+    for hook in (before, after):
+        hook.eager_only = True  # type: ignore[attr-defined]
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after, always_call=True)
 
