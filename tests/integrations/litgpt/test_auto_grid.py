@@ -16,7 +16,7 @@ def launched(monkeypatch):
     """What would be launched: (ranks, grid, stages, schedule, cuts, micro-batches)."""
     found = []
 
-    def launch(function, ranks, start, name, options, *_, **__):
+    def launch(function, ranks, name, options, *_, **__):
         found.append((ranks, str(options.grid), options.pipeline, options.schedule, options.cuts, options.microbatches))
 
     monkeypatch.setattr(restarts, "run", launch)

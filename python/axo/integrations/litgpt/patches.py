@@ -51,6 +51,7 @@ class LitGPTRun:
     Args:
         module: The command's module, such as ``litgpt.pretrain``.
         options: What was asked of Axo.
+        hyperparameters: LitGPT's own options, as it writes them beside a checkpoint.
 
     Attributes:
         agreement: What the ranks agree with before each step.
@@ -61,6 +62,7 @@ class LitGPTRun:
 
     module: ModuleType
     options: Options
+    hyperparameters: str = ""
     agreement: StepAgreement = field(default_factory=StepAgreement)
     strategy: LitGPTStrategy | None = None
     quantized: str = ""
@@ -341,10 +343,9 @@ def _routed_evenly(model: nn.Module) -> Iterator[None]:
 
 def _save_hyperparameters(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     def save(function: Any, checkpoint_dir: Path, *args: Any) -> None:
-        stock(inspect.unwrap(function), checkpoint_dir, *args)
-        file = checkpoint_dir / "hyperparameters.yaml"
-        if file.is_file():  # a comment: litgpt must still read it
-            file.write_text(run_folder.comment(run.options.by_hand) + file.read_text())
+        # Axo's options in a comment: litgpt must still read the file
+        text = run_folder.comment(run.options.by_hand) + run.hyperparameters
+        (checkpoint_dir / "hyperparameters.yaml").write_text(text)
 
     return rank_zero_only(save)
 
@@ -504,7 +505,9 @@ PATCHES = {
         _alone, "a serial program with a Fabric of its own, which must not see the environment of a rank"
     ),
     "copy_config_files": Patch(_on_rank_0, "finetune_lora's loop takes every rank for rank 0"),
-    "save_hyperparameters": Patch(_save_hyperparameters, "as copy_config_files; and the grid belongs to them"),
+    "save_hyperparameters": Patch(
+        _save_hyperparameters, "as copy_config_files; LitGPT would parse the command line again, Axo's options too"
+    ),
     "save_prompt_style": Patch(_on_rank_0, "as copy_config_files"),
     "setup": Patch(_unquantized, "each rank quantizes its part of a layer, once it is filled; LitGPT on one GPU only"),
     "GPT": Patch(_gpt, "generate_adapter fills its model before it is split"),
@@ -519,12 +522,12 @@ PATCHES = {
 # Names of packages that LitGPT uses: the module here that replaces each, and why it is no row of PATCHES.
 ELSEWHERE = {
     "lightning_utilities.core.imports.RequirementCache.__bool__": (
-        "early",
+        "parsing",
         "while torchmetrics is imported, before LitGPT is: metrics that want transformers are left out, which saves a"
         " third of all imports",
     ),
     "docstring_parser.parse_from_object": (
-        "command",
+        "parsing",
         "for the whole process, before there are ranks: the sources of classes are read once, not for each parser",
     ),
     "lm_eval.models.huggingface.HFLM": (
