@@ -182,6 +182,8 @@ def _check_options(name: str, options: Options) -> None:
     if command is not None and not command.stages and options.pipeline > 1:
         able = ", ".join(other for other, known in PARALLEL.items() if known.stages)
         raise ValueError(f"litgpt: --pipeline is not for {name}; in stages run {able}")
+    if options.host != Options.host and name != "serve":
+        raise ValueError(f"litgpt: --host is for serve, not for {name}; leave it out")
     given = {
         "--goldfish": options.goldfish is not None,
         "--sharded": options.sharded,

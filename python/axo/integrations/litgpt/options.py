@@ -30,6 +30,7 @@ class Options:
         offload, offload_dir: What lies on the lower tier, as text; and its folder.
         algorithm: How products are distributed: "axonn", "tesseract" or "summa".
         allow_new_data: Go on from a checkpoint although data, seed or batch are others now.
+        host: The address that ``serve`` listens on.
     """
 
     grid: Grid | None
@@ -47,6 +48,7 @@ class Options:
     offload_dir: str = ""
     algorithm: str = "axonn"
     allow_new_data: bool = False
+    host: str = "127.0.0.1"
 
     @property
     def shown(self) -> str:
@@ -157,6 +159,11 @@ _VALUES = {
         "K,H",
         "K,H, such as --goldfish 2,13",
         "Leave one of K tokens out of the training loss, chosen by the H tokens before it.",
+    ),
+    "--host": (
+        "ADDRESS",
+        "an address of this machine, such as --host 0.0.0.0",
+        "Of serve: where it listens; 127.0.0.1 (default) is this machine alone, 0.0.0.0 every network that it is on.",
     ),
 }
 _SWITCHES = {
