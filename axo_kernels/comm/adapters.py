@@ -48,13 +48,13 @@ class ProcessGroupCommunicator(FusedCommunicator):
         self.group = group
 
     def _all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
+        return cast(Pending, dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def _all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
-        return _all_gather(out, tensor, group=self.group, async_op=True)
+        return cast(Pending, _all_gather(out, tensor, group=self.group, async_op=True))
 
     def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
-        return _reduce_scatter(out, tensor, group=self.group, async_op=True)
+        return cast(Pending, _reduce_scatter(out, tensor, group=self.group, async_op=True))
 
     @property
     def reserved_units(self) -> int:

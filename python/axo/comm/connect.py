@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from types import SimpleNamespace, TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -248,7 +248,8 @@ class Communicators:
         return dist.DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
 
     def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        return dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
+        group = dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
+        return cast(dist.ProcessGroup, group)  # this rank is one of them
 
     @cached_property
     def pipeline_group(self) -> dist.ProcessGroup:
@@ -297,7 +298,7 @@ class Communicators:
         self.everyone.barrier()  # notices a death, which the store by which torch's groups are made does not
         serves_cpu = torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
         part = self._group is not None
-        return dist.new_group(
+        group = dist.new_group(
             self.ranks if part else None,
             timedelta(seconds=self.timeout),
             None if serves_cpu else "gloo",
@@ -305,6 +306,7 @@ class Communicators:
             pg_options=None if "nccl" in dist.get_backend_config() else BackendOptions(self.timeout, "checkpoints"),
             use_local_synchronization=part,
         )
+        return cast(dist.ProcessGroup, group)  # this rank is one of them
 
     def close(self) -> None:
         """Wait for this rank's pending operations and leave the peers. May be called again.
