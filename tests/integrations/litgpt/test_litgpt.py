@@ -349,6 +349,10 @@ EARLY = {
     "generate . --top_p x": "--top_p x is not a number",
     "pretrain pythia-14m --data TinyLlamas": "--data TinyLlamas is no data module of LitGPT's; did you mean TinyLlama?",
     "pretrain pythia-14m --out_dir run.yaml/x --logger_name csv": "--out_dir=run.yaml/x cannot be written: ",
+    "pretrain pythia-14m --grid 2x1x1x1 --logger_name csv": "pretrain without --data reads TinyLlama's data, and"
+    " data/slimpajama/train is not a folder; to train on text files of your own add --data LocalText --data.paths",
+    "pretrain pythia-14m --logger_name csv --data TinyLlama --data.data_path torn": "pretrain reads TinyLlama's data,"
+    " and torn/slimpajama/train is not",
     "pretrain pythia-14m --data TextFiles --data.train_data_pat .": "train_data_pat is no option of TextFiles; did you"
     " mean train_data_path?",
     "pretrain pythia-14m --data TextFiles --data.seed 3": "--data.train_data_path is missing; TextFiles wants it",
