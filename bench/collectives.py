@@ -28,7 +28,7 @@ import statistics
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -143,9 +143,9 @@ def measure(
 
     comms = axo.connect(f"{os.environ['WORLD_SIZE']}x1x1x1")
     comm = comms.world
-    groups = {"axo-c10d": dist.group.WORLD}
+    groups: dict[str, Any] = {"axo-c10d": dist.group.WORLD}
     if "gloo" in rivals:
-        groups["gloo"] = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        groups["gloo"] = dist.new_group(backend="gloo")
     peer = mpi.Peer(mpi_folder, comm.rank) if mpi_folder else None
     copy = Copy(FLOOR_SIZE)
     traffic = copy.traffic(comm.size, time_calls({"copy": copy}, comm, FLOOR_SIZE, 5)["copy"])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from types import SimpleNamespace, TracebackType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -249,7 +249,8 @@ class Communicators:
 
     def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:
         group = dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
-        return cast(dist.ProcessGroup, group)  # this rank is one of them
+        assert isinstance(group, dist.ProcessGroup)  # torch gives ranks that are not in it a number
+        return group
 
     @cached_property
     def pipeline_group(self) -> dist.ProcessGroup:
@@ -306,7 +307,8 @@ class Communicators:
             pg_options=None if "nccl" in dist.get_backend_config() else BackendOptions(self.timeout, "checkpoints"),
             use_local_synchronization=part,
         )
-        return cast(dist.ProcessGroup, group)  # this rank is one of them
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def close(self) -> None:
         """Wait for this rank's pending operations and leave the peers. May be called again.
