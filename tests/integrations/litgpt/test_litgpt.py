@@ -143,6 +143,8 @@ def test_goldfish_masks_training_and_not_validation():
         (["finetune_lora", "--max-restarts", "2"], "--max-restarts is not for finetune_lora: it cannot resume"),
         (["finetune", "--sharded"], "--sharded is not for finetune: it saves adapters"),
         (["finetune_lora", "--grid", "auto"], "--grid auto is not for finetune_lora"),
+        (["pretrain", "pythia-14m", "--host", "0.0.0.0"], "--host is for serve, not for pretrain; leave it out"),
+        (["serve", "no/such", "--host"], "--host wants an address of this machine, such as --host 0.0.0.0"),
         (["pretrain", "--max-restarts", "-1"], "--max-restarts -1 is not a whole number of at least 0"),
         (["pretrain", "--ranks", "4"], "--ranks is for --grid auto"),
         (["pretrain", "--pipeline", "0"], "--pipeline 0 is not a whole number of at least 1"),

@@ -322,6 +322,33 @@ def test_only_clients_that_may_ask_and_are_there_reach_the_queue(litserve):
     assert awaited == [b"fourth", b"second"] and at_the_end == 0
 
 
+def refusals(litserve):
+    """What a server says to an address that is not here, to one that is none, and to temperatures."""
+    import sys
+
+    sys.path.insert(0, litserve)
+    from axo.integrations.litgpt import serving
+
+    said = []
+    for host, temperature in (("192.0.2.1", 1.0), ("no such host", 1.0), ("::1", 1e39), ("::1", math.nan)):
+        try:
+            serving.Served(1, host, SimpleNamespace(temperature=temperature))
+            serving._listen(host, 0)
+        except ValueError as error:
+            said.append(str(error))
+    serving._listen("127.0.0.1", 0).close()
+    return said
+
+
+def test_a_server_says_where_it_cannot_listen_and_what_is_no_temperature(litserve):
+    here, none, *temperatures = run_ranks(refusals, 1, litserve)[0]
+    assert "--host 192.0.2.1 --port 0: Cannot assign requested address" in here and "use an address" in here
+    assert "--host no such host" in none and "use an address" in none
+    assert temperatures == [
+        f"litgpt: --temperature must be 0, or from 0.001 to 100, got {value}" for value in ("1e+39", "nan")
+    ]
+
+
 ODD = [
     None,
     True,
