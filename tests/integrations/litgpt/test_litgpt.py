@@ -143,6 +143,8 @@ def test_goldfish_masks_training_and_not_validation():
         (["finetune_lora", ".", "--max-restarts", "2"], "--max-restarts is not for finetune_lora: it cannot resume"),
         (["finetune", ".", "--sharded"], "--sharded is not for finetune: it saves adapters"),
         (["finetune_lora", ".", "--grid", "auto"], "--grid auto is not for finetune_lora"),
+        (["pretrain", "pythia-14m", "--host", "0.0.0.0"], "--host is for serve, not for pretrain; leave it out"),
+        (["serve", "no/such", "--host"], "--host expected one argument"),
         (["pretrain", "pythia-14m", "--max-restarts", "-1"], "--max-restarts -1 is not a whole number of at least 0"),
         (["pretrain", "pythia-14m", "--ranks", "4"], "--ranks is for --grid auto"),
         (["pretrain", "pythia-14m", "--pipeline", "0"], "--pipeline 0 is not a whole number of at least 1"),
@@ -335,6 +337,10 @@ REFUSED = {
     "generate . --top_p x": "--top_p x is not a number",
     "pretrain pythia-14m --data TinyLlamas": "--data TinyLlamas is no data module of LitGPT's; did you mean TinyLlama?",
     "pretrain pythia-14m --out_dir run.yaml/x --logger_name csv": "--out_dir=run.yaml/x cannot be written: ",
+    "pretrain pythia-14m --grid 2x1x1x1 --logger_name csv": "pretrain without --data reads TinyLlama's data, and"
+    " data/slimpajama/train is not a folder; to train on text files of your own add --data LocalText --data.paths",
+    "pretrain pythia-14m --logger_name csv --data TinyLlama --data.data_path torn": "pretrain reads TinyLlama's data,"
+    " and torn/slimpajama/train is not",
     "pretrain pythia-14m --data TextFiles --data.train_data_pat .": "train_data_pat is no option of TextFiles; did you"
     " mean train_data_path?",
     "pretrain pythia-14m --data TextFiles --data.seed 3": "--data.train_data_path is missing; TextFiles wants it",

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
+
 from axo.arrangement import arrangement_of
 from axo.checkpoint import folder as folders
 from axo.comm.device_choice import check_device
@@ -76,6 +78,8 @@ def check(
         if rank is None or rank.rank == 0:  # who writes there
             above = os.environ.get("LIGHTNING_ARTIFACTS_DIR", "")  # where litgpt puts a relative one
             folders.check_writable("litgpt: --out_dir", Path(above, str(options.out_dir)))
+        if options.get("model_name", "list") != "list":
+            _check_pretraining_data(options.get("data"))
 
 
 def _check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
@@ -269,6 +273,21 @@ def check_data(data: Any) -> None:
             raise ValueError(f'{what}: {str(record)[:80]!r} is no record such as {{"instruction": ..., "output": ...}}')
     if not records:
         raise ValueError(f"{what} holds no records")
+
+
+def _check_pretraining_data(data: Any) -> None:
+    """Refuse TinyLlama's data, which pretrain reads if it is given none, where they are not."""
+    given = data.get("class_path") if isinstance(data, Namespace) else data
+    if given not in (None, "TinyLlama", "litgpt.data.TinyLlama"):
+        return
+    made_with = data.get("init_args") if isinstance(data, Namespace) else None
+    folder = str((made_with or {}).get("data_path", "data"))
+    if not folder.startswith("s3://") and not Path(folder, "slimpajama", "train").is_dir():
+        without = " without --data" if given is None else ""
+        raise ValueError(
+            f"litgpt: pretrain{without} reads TinyLlama's data, and {folder}/slimpajama/train is not a folder; to train"
+            """ on text files of your own add --data LocalText --data.paths '["FILE.txt"]' --tokenizer_dir DIR"""
+        )
 
 
 def _check_optimizer(name: Any) -> None:

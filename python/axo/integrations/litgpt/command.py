@@ -199,6 +199,8 @@ def _check_options(name: str, options: Options) -> None:
     if not command.stages and options.pipeline > 1:
         able = ", ".join(other for other, each in PARALLEL.items() if each.stages)
         raise ValueError(f"litgpt: --pipeline is not for {name}; in stages run {able}")
+    if "--host" in options.given and name != "serve":
+        raise ValueError(f"litgpt: --host is for serve, not for {name}; leave it out")
     lacks = {
         "--max-restarts": "it cannot resume, so a run started again would begin anew",
         "--allow-new-data": "it cannot resume",

@@ -116,6 +116,10 @@ class Options:
         default="axonn",
         metadata=_as("NAME", "How products are distributed: axonn, or on a grid with x = y tesseract or summa."),
     )
+    host: str = field(
+        default="127.0.0.1",
+        metadata=_as("ADDRESS", "Of serve: where it listens; 127.0.0.1 is this machine alone, 0.0.0.0 all networks."),
+    )
     allow_new_data: bool = field(
         default=False, metadata=_as("", "With --resume: go on although data, seed or batch are others now.")
     )

@@ -452,9 +452,20 @@ def _lit_server(run: LitGPTRun, stock: Any) -> Callable[..., Any]:
 
         rank = Rank.from_environment()
         assert rank is not None
-        return Served(rank.rank, api, **options)
+        return Served(rank.rank, run.options.host, api, **options)
 
     return make
+
+
+def _print_given(run: LitGPTRun, stock: Any) -> Any:
+    if inspect.ismodule(stock):  # pretrain's
+        return stock
+
+    @functools.wraps(stock)
+    def print_given(given: dict[str, Any]) -> None:
+        stock(given | {"access_token": "(not shown)"} if given.get("access_token") else given)
+
+    return print_given
 
 
 def _evaluate(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -499,6 +510,7 @@ PATCHES = {
     "interact": Patch(_interact, "rank 0 reads what is typed, and tells the others"),
     "save_lora_checkpoint": Patch(_save_lora, "adapters are gathered tensor by tensor; rank 0 writes them"),
     "LitServer": Patch(_lit_server, "rank 0 speaks HTTP, and every rank computes each answer"),
+    "pprint": Patch(_print_given, "what was given is printed, but for the access token"),
     "convert_and_evaluate": Patch(_evaluate, "the model is split that it evaluates; rank 0 alone exports it"),
     "prepare_results": Patch(_on_rank_0, "prints and writes"),
     "merge_lora": Patch(
