@@ -375,7 +375,7 @@ def test_a_set_up_of_a_module_can_be_repeated():
             for mark in map(ast.unparse, node.decorator_list):
                 taken = {argument.arg for argument in node.args.args} - {"tmp_path_factory"}
                 if "fixture(" in mark and re.search(r"scope='(module|class|package)'", mark) and taken:
-                    wrong.append(f"{place(path, node.lineno)}: {node.name} takes {sorted(taken)}: make it the session's")
+                    wrong.append(f"{place(path, node.lineno)}: {node.name} takes {sorted(taken)}")
     assert not wrong, "\n".join(wrong)
 
 
