@@ -38,6 +38,7 @@ NOT_RUN = {
     r"^make (?!-)": "works on the checkout itself; .ci/run does the same in a fresh clone",
     r"^pip install": "changes the environment; .ci/package installs into an empty one",
     r"^pip download": "wants a network; tests/integrations/litgpt/test_plugin.py does the same where there is one",
+    r"--device cuda": "wants 8 GPUs; tests/train/test_train_device.py runs it on ranks with a stand-in for them",
     r"^torchrun --nnodes": "wants two hosts; tests/comm/test_hosts.py has ranks that take themselves for several",
     r"-p bench\.tools\.litgpt_plugin": "wants LitGPT's sources; tests/integrations/litgpt/test_plugin.py runs it",
     r"^axo bench": "measures for minutes; tests/bench runs the benches in small",

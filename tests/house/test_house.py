@@ -425,6 +425,21 @@ def test_skips_state_their_reason():
             assert not bare, f"{place(path, number)}: {line.strip()}"
 
 
+def test_a_set_up_of_a_module_can_be_repeated():
+    """Work stealing gives a worker tests of a module twice, and so sets the module's fixtures up twice. What takes no
+    fixture of the session, its folder above all, finds nothing of the first time."""
+    wrong = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            for mark in map(ast.unparse, node.decorator_list):
+                taken = {argument.arg for argument in node.args.args} - {"tmp_path_factory"}
+                if "fixture(" in mark and re.search(r"scope='(module|class|package)'", mark) and taken:
+                    wrong.append(f"{place(path, node.lineno)}: {node.name} takes {sorted(taken)}")
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("name", sorted(axo._PUBLIC))
 def test_public_names_resolve(name):
     module = ROOT / "python" / Path(*axo._PUBLIC[name].split("."))

@@ -138,7 +138,7 @@ def _tell(outcome: Outcome, expect_drop: float | None) -> bool:
     if outcome.checkpoint is not None:
         say(f"checkpoint {outcome.checkpoint}")
     if outcome.stopped:
-        say(f"stopped by SIGTERM after {len(outcome.losses)} steps; go on with --resume auto")
+        say(f"stopped by {outcome.stopped} after {len(outcome.losses)} steps; go on with --resume auto")
         return True
     line = (
         f"loss: {outcome.losses[0]:.3f} at first, {outcome.tail_loss:.3f} over the last {len(outcome.losses[-10:])} of "

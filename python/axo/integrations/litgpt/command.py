@@ -396,7 +396,7 @@ def _rank(
         stack.enter_context(patched(this))
         if command.trains:
             termination = stack.enter_context(Termination())
-            this.agreement = StepAgreement(lambda: termination.asked)
+            this.agreement, this.termination = StepAgreement(lambda: termination.asked), termination
         elif not command.launches:
             os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
         try:

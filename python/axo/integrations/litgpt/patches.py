@@ -37,7 +37,7 @@ from axo.integrations.litgpt import run_folder
 from axo.integrations.litgpt.conversation import Lines
 from axo.integrations.litgpt.options import Options
 from axo.integrations.litgpt.strategy import LitGPTStrategy
-from axo.launch import Rank
+from axo.launch import Rank, Termination
 from axo.nn.generator import source_generator
 from axo.nn.goldfish import goldfish_mask
 from axo.nn.quantize import quantize
@@ -55,6 +55,7 @@ class LitGPTRun:
 
     Attributes:
         agreement: What the ranks agree with before each step.
+        termination: What notes SIGTERM and Ctrl-C, of a command that trains.
         strategy: The strategy of the run's Fabric, once there is one.
         quantized: What linear layers are quantized to, such as "nf4"; "": they are not.
         fabric, figures: Once the loop has begun.
@@ -64,6 +65,7 @@ class LitGPTRun:
     options: Options
     hyperparameters: str = ""
     agreement: StepAgreement = field(default_factory=StepAgreement)
+    termination: Termination | None = None
     strategy: LitGPTStrategy | None = None
     quantized: str = ""
     fabric: Any = None
@@ -80,9 +82,9 @@ class Patch(NamedTuple):
 class Stopped(Exception):
     """The run ended on request; ``checkpoint`` is what it saved, from which it may go on or not."""
 
-    def __init__(self, checkpoint: Path, step: int, *, resumes: bool = True) -> None:
+    def __init__(self, by: str, checkpoint: Path, step: int, *, resumes: bool = True) -> None:
         then = "go on with --resume auto" if resumes else "adapters only, from which LitGPT does not resume a run"
-        super().__init__(f"stopped by SIGTERM after step {step}; saved {checkpoint}; {then}")
+        super().__init__(f"stopped by {by} after step {step}; saved {checkpoint}; {then}")
         self.checkpoint, self.step = checkpoint, step
 
 
@@ -116,12 +118,16 @@ def _fit(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
         run.figures = Figures(run.fabric.strategy.comms)
         if train.max_time:
             given["train"] = replace(train, max_time=_AgreedLimit(train.max_time, run.fabric.strategy))
+        if run.termination is not None:
+            run.termination.progress = functools.partial(_progress, run, given)
         try:
             with (
                 _every_rank_is_first(run.fabric) if _saver(run) == "save_lora_checkpoint" else contextlib.nullcontext()
             ):
                 return stock(**given)
         except _StopTraining:
+            if run.termination is not None:
+                run.termination.tell_lost()
             raise _save(run, given) from None
 
     return fit
@@ -151,8 +157,17 @@ def _every_rank_is_first(fabric: Any) -> Iterator[None]:
         fabric.__class__ = own
 
 
+def _progress(run: LitGPTRun, given: dict[str, Any]) -> tuple[int, Path | None, int]:
+    """The steps that are done, and the newest checkpoint with its step."""
+    saver = _saver(run)
+    done = run.agreement.step if saver is not None else int(given["state"]["step_count"])
+    newest = run_folder.newest(given["out_dir"], "*.pth" if saver is None else _ADAPTER_FILES[saver])
+    return done, newest, 0 if newest is None else int(newest.parent.name.removeprefix("step-"))
+
+
 def _save(run: LitGPTRun, given: dict[str, Any]) -> Stopped:
     """Save as the loop itself does, in the folder of the step that was done last."""
+    by = "SIGTERM" if run.termination is None else run.termination.by
     module, fabric, out = run.module, given["fabric"], Path(given["out_dir"])
     saver = _saver(run)
     if saver is not None:
@@ -167,7 +182,7 @@ def _save(run: LitGPTRun, given: dict[str, Any]) -> Stopped:
             path = out / f"step-{step:08d}" / "lit_model.pth"
             if not run_folder.is_saved(path):
                 module.save_checkpoint(fabric, state, given["tokenizer_dir"], path)
-            return Stopped(path, step)
+            return Stopped(by, path, step)
         state["iter_num"] -= 1  # finetuning counts before it reads
         path = out / f"step-{step:06d}" / "lit_model.pth"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +190,7 @@ def _save(run: LitGPTRun, given: dict[str, Any]) -> Stopped:
     module.copy_config_files(given["checkpoint_dir"], path.parent)
     module.save_hyperparameters(module.setup, path.parent)
     module.save_prompt_style(given["data"].prompt_style, path.parent)
-    return Stopped(path, step, resumes=saver is None)
+    return Stopped(by, path, step, resumes=saver is None)
 
 
 class _AgreedLimit(float):
