@@ -74,8 +74,7 @@ class Zero:
 
     def mine(self, parameter: torch.Tensor) -> bool:
         """Whether this cuts the state of ``parameter``."""
-        placement = placement_of(parameter)
-        return placement is not None and placement.zero is self and parameter.dim() > 0
+        return _zero_of(parameter) is self
 
     # --- the step -------------------------------------------------------------------------------------------------
 
@@ -176,7 +175,7 @@ class Zero:
 
         return finish
 
-    # --- gradients of rows ----------------------------------------------------------------------------------------
+    # --- gradients of rows, of another engine's parameter too: two stages on a rank may share one -------------------
 
     def begin_backward(self) -> None:
         """Put rows' gradients aside: autograd may have whole ones to add up."""
@@ -184,7 +183,7 @@ class Zero:
             return
         for parameter in self._engine.parameters():
             grad = parameter.grad
-            if grad is not None and grad.shape != parameter.shape and self.mine(parameter):
+            if grad is not None and grad.shape != parameter.shape and _zero_of(parameter):
                 self._aside[id(parameter)] = parameter, grad
                 parameter.grad = None
 
@@ -193,7 +192,7 @@ class Zero:
         if self.stage < 2:
             return
         for parameter in self._engine.parameters():
-            if parameter.grad is not None and self.mine(parameter) and parameter.grad.shape == parameter.shape:
+            if parameter.grad is not None and _zero_of(parameter) and parameter.grad.shape == parameter.shape:
                 self.put(parameter, self.rows_of(parameter, parameter.grad).clone())
         aside, self._aside = self._aside, {}
         for owner, grad in aside.values():
@@ -201,7 +200,7 @@ class Zero:
 
     def give(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """Make a finished gradient the parameter's; with stage 2 it is of this rank's rows."""
-        if self.stage < 2 or not self.mine(parameter):
+        if self.stage < 2 or not _zero_of(parameter):
             parameter.grad = grad
         else:
             self.put(parameter, grad)
@@ -235,3 +234,25 @@ class Zero:
     @property
     def _ranks(self) -> int:
         return self._engine.comms.grid.data
+
+
+def _zero_of(parameter: torch.Tensor) -> Zero | None:
+    """What cuts the optimizer's state of a parameter over data."""
+    zero = getattr(placement_of(parameter), "zero", None)
+    return zero if isinstance(zero, Zero) and parameter.dim() > 0 else None
+
+
+def set_gradient(parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Make ``grad`` the parameter's: of its shape, or of this rank's rows, which torch would not take."""
+    zero = _zero_of(parameter)
+    if zero is None or grad is None or grad.shape == parameter.shape:
+        parameter.grad = grad
+    else:
+        zero.put(parameter, grad)
+
+
+def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape that the parameter's gradient has after a backward pass."""
+    zero = _zero_of(parameter)
+    rows = parameter if zero is None or zero.stage < 2 else zero.rows_of(parameter)
+    return torch.zeros_like(rows, requires_grad=False)
