@@ -6,7 +6,7 @@
 
 There is no wrapper, and the optimizer is the user's. Hooks that torch runs around every ``step`` cut each parameter
 down to this rank's rows while the optimizer works, so the optimizer makes state for these rows alone. That is right for
-updates that are elementwise (SGD, Adam, AdamW, ...); optimizers known not to be are refused. Rows are cut as
+updates that are elementwise (SGD, Adam, AdamW, ...); others are refused (``axo.overlap.update_trial``). Rows are cut as
 ``torch.chunk`` does, after what x, y and z have cut (``Placement.state``), so a checkpoint loads on any grid, with ZeRO
 or without.
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -85,25 +86,26 @@ class Zero:
             return None
         closure = closure_of(arguments)
         if closure is None:
-            self._narrow(parameters)
+            self._narrow(optimizer, parameters)
             return None
 
         def whole() -> Any:
             self.restore()
             loss = closure()
-            self._narrow(parameters)
+            self._narrow(optimizer, parameters)
             return loss
 
         return with_closure(arguments, whole)
 
     @torch.no_grad()
-    def _narrow(self, parameters: list[torch.Tensor]) -> None:
+    def _narrow(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
             grad = parameter.grad
             if grad is None:
                 continue
             whole, rows = parameter.data, self.rows_of(parameter)
             is_whole = grad.shape == whole.shape
+            cut_state(optimizer, parameter, whole.shape, partial(self.rows_of, parameter))
             self._narrowed.append(_Narrowed(parameter, whole, grad if is_whole else None))
             parameter.data = rows
             parameter.grad = self._placed(parameter, self.rows_of(parameter, grad)) if is_whole else grad
@@ -240,6 +242,18 @@ def _zero_of(parameter: torch.Tensor) -> Zero | None:
     """What cuts the optimizer's state of a parameter over data."""
     zero = getattr(placement_of(parameter), "zero", None)
     return zero if isinstance(zero, Zero) and parameter.dim() > 0 else None
+
+
+def cut_state(
+    optimizer: Optimizer, parameter: torch.Tensor, whole: torch.Size, take: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Cut state that was made, or loaded, for the whole parameter (Adagrad's at construction) down to its rows."""
+    state = optimizer.state.get(parameter, {})
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == whole:
+            rows = take(value)
+            if rows.shape != whole:
+                state[key] = rows.clone()
 
 
 def set_gradient(parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
