@@ -112,7 +112,7 @@ def test_training_equals_one_rank(grid, options):
     lines = [results[x * y * (line // own) + line % own] for line in range(own * z * data)]  # one rank of each
     for rank, result in enumerate(results):
         line = lines[rank // (x * y) * own + rank % own]
-        assert result[0] == pytest.approx(line[0], abs=1e-6), "peers disagree"
+        assert result[0] == pytest.approx(line[0], rel=1e-6), "peers disagree"
         assert result[1] == line[1], "peers read different batches"
         assert result[3] == (len(lines) if options.get("strategy", {}).get("counts") == "data" else len(results))
     assert mean(line[0] for line in lines) == pytest.approx(losses, abs=1e-5)

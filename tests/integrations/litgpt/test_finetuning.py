@@ -33,7 +33,7 @@ def losses_on(folder, out, grid, method, options=None, call=(finetune,)):
     parsed, lines = Grid.parse(grid), {}
     for rank, losses in enumerate(per_rank):
         first = lines.setdefault(arrangement.row_part(parsed, parsed.coords(rank % (ranks // stages))), losses)
-        assert losses == pytest.approx(first, abs=1e-6), "ranks that read the same, or stages, disagree"
+        assert losses == pytest.approx(first, rel=1e-6), "ranks that read the same, or stages, disagree"
     return [sum(column) / len(column) for column in zip(*lines.values(), strict=True)]
 
 
