@@ -41,6 +41,7 @@ from axo.launch import Rank, Termination
 from axo.nn.generator import source_generator
 from axo.nn.goldfish import goldfish_mask
 from axo.nn.quantize import quantize
+from axo.overlap.no_sync import token_weight
 from axo.placement import placement_of
 
 
@@ -245,14 +246,22 @@ def _in_one_line(error: Exception) -> str:
 
 def _loss(run: LitGPTRun, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     goldfish = run.options.goldfish
+    own = run.options.vocab_loss or goldfish is not None or run.options.pipeline > 1
+    finetunes = run.module.__name__.startswith("litgpt.finetune.")  # answers are of unequal length
 
     def loss(logits: Any, targets: torch.Tensor, chunk_size: int = 128, ignore_index: int = -100) -> torch.Tensor:
-        if goldfish is not None and torch.is_grad_enabled():  # litgpt validates without gradients
+        masks = goldfish is not None and torch.is_grad_enabled()  # litgpt validates without gradients
+        if masks:
             targets = targets.masked_fill(~goldfish_mask(targets, *goldfish, ignore_index=ignore_index), ignore_index)
         assert run.strategy is not None
-        return run.strategy.cross_entropy(logits, targets, chunk_size, ignore_index)
+        mean = run.strategy.cross_entropy if own else stock
+        value = mean(logits, targets, chunk_size, ignore_index)
+        if run.options.data_ranks == 1 or targets.is_meta or not (masks or finetunes):
+            return value
+        weight = token_weight((targets != ignore_index).sum(), run.strategy.comms)
+        return torch.where(weight > 0, value * weight, 0.0)  # stock LitGPT's mean of no tokens is NaN in validation
 
-    return loss if run.options.vocab_loss or goldfish is not None or run.options.pipeline > 1 else stock
+    return loss if own or finetunes else stock
 
 
 # --- what is logged ---------------------------------------------------------------------------------------------
@@ -513,7 +522,9 @@ PATCHES = {
     "CycleIterator": Patch(_batches, "between two steps all ranks end together; errors of the data are one message"),
     "get_dataloaders": Patch(_get_dataloaders, "data that is not there is one message"),
     "chunked_cross_entropy": Patch(
-        _loss, "logits split over x, goldfish loss, and stages, whose schedule the loss call runs"
+        _loss,
+        "logits split over x, goldfish loss, and stages, whose schedule the loss call runs; the mean over all data"
+        " ranks' tokens where they have not as many",
     ),
     "RunningMean": Patch(_running_mean, "the loss that is printed and logged is that of all data ranks"),
     "validate": Patch(_validate, "as RunningMean"),
