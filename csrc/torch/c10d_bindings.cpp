@@ -55,7 +55,7 @@ void bind_c10d(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def("get_error", &C10dBackend::getError, py::call_guard<py::gil_scoped_release>())  // as ProcessGroupNCCL has it
       .def_property_readonly("communicator", &C10dBackend::communicator)
-      .def_property_readonly("options", &C10dBackend::own_options);
+      .def_property_readonly("options", &C10dBackend::options);
 }
 
 }  // namespace axo
