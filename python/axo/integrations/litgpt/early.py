@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
+from axo import files
 from axo.integrations.litgpt import argument_types
 from axo.integrations.litgpt.options import NAMES
 from axo.perf.readers import litgpt_file, litgpt_module
@@ -157,8 +158,8 @@ def _file_of(text: str) -> dict[str, Any] | None:
             raise ValueError(f"litgpt: --config {text} is not a file")
         return None
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = files.parse_yaml(files.read_text(file))
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"litgpt: --config {text} is not YAML: {' '.join(str(error).split())}") from None
     return content if isinstance(content, dict) else None
 
@@ -166,8 +167,8 @@ def _file_of(text: str) -> dict[str, Any] | None:
 def _value(text: str) -> Any:
     """What ``text`` means as YAML; what is none, such as a prompt with two colons, stands for itself."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return files.parse_yaml(text)
+    except (yaml.YAMLError, ValueError):
         return text
 
 
