@@ -125,9 +125,10 @@ def run(arguments: list[str]) -> None:
     if name == "architectures":
         _tell_architectures(arguments[1:], options)
         return
-    if name not in PARALLEL or (options == Options(Grid()) and _is_litgpts_alone(name, arguments[1:])):
+    alone = dataclasses.replace(options, trust=False) == Options(Grid())
+    if name not in PARALLEL or (alone and _is_litgpts_alone(name, arguments[1:])):
         _refuse_sharded(arguments[1:])
-        _stock(arguments)
+        _stock(arguments, options.trust)
         return
     _tell_rank_of_slurm()
     rank = Rank.from_environment()
@@ -279,10 +280,14 @@ def _is_litgpts_alone(name: str, arguments: list[str]) -> bool:
     return any(argument.split("=")[0] == "--quantize" for argument in arguments)
 
 
-def _stock(arguments: list[str]) -> None:
+def _stock(arguments: list[str], trust: bool) -> None:
     """litgpt's own command line in this process."""
     from litgpt.__main__ import main
 
+    if not trust:
+        from axo.integrations.litgpt import harmless
+
+        harmless.guard()
     sys.argv = ["litgpt", *arguments]
     main()
 
@@ -386,6 +391,7 @@ def _rank(start: Callable[[bool], Any], name: str, options: Options, local: bool
 
     from axo.integrations.fabric.step_agreement import StepAgreement
     from axo.integrations.fabric.strategy import register
+    from axo.integrations.litgpt import harmless
     from axo.integrations.litgpt.patches import LitGPTRun, Stopped, patched
     from axo.integrations.litgpt.strategy import LitGPTStrategy
     from axo.offload import Offload
@@ -400,6 +406,8 @@ def _rank(start: Callable[[bool], Any], name: str, options: Options, local: bool
     os.environ["LT_STRATEGY"] = "axo"
     torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
     command = PARALLEL[name]
+    if not options.trust:
+        harmless.guard()
     this = LitGPTRun(importlib.import_module(command.module), options)
 
     def make() -> LitGPTStrategy:

@@ -30,6 +30,7 @@ class Options:
         offload, offload_dir: What lies on the lower tier, as text; and its folder.
         algorithm: How products are distributed: "axonn", "tesseract" or "summa".
         allow_new_data: Go on from a checkpoint although data, seed or batch are others now.
+        trust: A checkpoint's folder may run code.
     """
 
     grid: Grid | None
@@ -47,6 +48,7 @@ class Options:
     offload_dir: str = ""
     algorithm: str = "axonn"
     allow_new_data: bool = False
+    trust: bool = False
 
     @property
     def shown(self) -> str:
@@ -57,12 +59,13 @@ class Options:
     def by_hand(self) -> str:
         """The options that ask for the same, with the grid and the stages that were chosen.
 
-        Without ``--allow-new-data``, which is said for one start: whoever copies the rest keeps the check.
+        Without ``--allow-new-data`` and ``--trust``, which are said for one start: whoever copies the rest keeps the
+        checks.
         """
         words = ["--grid", str(self.grid)]
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("grid", "ranks", "machine", "allow_new_data") and value != field.default:
+            if field.name not in ("grid", "ranks", "machine", "allow_new_data", "trust") and value != field.default:
                 words.append("--" + field.name.replace("_", "-"))
                 if value is not True:
                     words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
@@ -163,6 +166,7 @@ _SWITCHES = {
     "--sharded": "Every rank saves its own part; 'axo consolidate' makes such a checkpoint whole.",
     "--vocab-loss": "Leave logits split over x in training: the same loss, less memory.",
     "--allow-new-data": "With --resume: go on although data, seed or batch are others now.",
+    "--trust": "Let files of a checkpoint's folder run code: classes in a pickle, a prompt style, a chat template.",
 }
 NAMES = (*_VALUES, *_SWITCHES)
 _READ: dict[str, Callable[[str, str], Any]] = {  # those whose value is no text
@@ -216,7 +220,7 @@ def parse_options(arguments: list[str]) -> tuple[Options, list[str]]:
             raise ValueError(f"litgpt: {option} wants {wanted}")
         if text:
             values[name] = _READ[option](option, text) if option in _READ else text
-    values |= {"sharded": given.sharded, "vocab_loss": given.vocab_loss, "allow_new_data": given.allow_new_data}
+    values |= {option[2:].replace("-", "_"): getattr(given, option[2:].replace("-", "_")) for option in _SWITCHES}
     options = Options(**values)
     automatic = options.grid is None
     for option, value in (("--ranks", given.ranks), ("--machine", given.machine)):
