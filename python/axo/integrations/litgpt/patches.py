@@ -4,8 +4,8 @@ LitGPT's commands look these names up in their own module (``litgpt.pretrain``, 
 is where the replacements stand, each made from the stock one, for the time of one run (:func:`patched`). The table is
 :data:`PATCHES`; the order of its entries does not matter, as none looks at another.
 
-Three names of other packages are replaced elsewhere (:data:`ELSEWHERE`): they are needed before there is a run, or for
-a part of one.
+Some names of LitGPT's and of other packages are replaced elsewhere (:data:`ELSEWHERE`): they are needed before there is
+a run, without one, or for a part of one.
 """
 
 from __future__ import annotations
@@ -557,7 +557,7 @@ PATCHES = {
 }
 
 
-# Names of packages that LitGPT uses: the module here that replaces each, and why it is no row of PATCHES.
+# Names that are no command's own: the module here that replaces each, and why it is no row of PATCHES.
 ELSEWHERE = {
     "lightning_utilities.core.imports.RequirementCache.__bool__": (
         "parsing",
@@ -567,6 +567,23 @@ ELSEWHERE = {
     "docstring_parser.parse_from_object": (
         "parsing",
         "for the whole process, before there are ranks: the sources of classes are read once, not for each parser",
+    ),
+    "lightning.fabric.utilities.load._lazy_load": (
+        "harmless",
+        "for the whole process, wherever LitGPT has imported it: a checkpoint runs no code",
+    ),
+    "litgpt.prompts.load_prompt_style": ("harmless", "as _lazy_load: it would import and call what a file names"),
+    "litgpt.deploy.serve.SimpleLitAPI": (
+        "serving_apis",
+        "as _lazy_load, in the processes that LitServe starts",
+    ),
+    "litgpt.deploy.serve.StreamLitAPI": (
+        "serving_apis",
+        "as _lazy_load, in the processes that LitServe starts",
+    ),
+    "litgpt.deploy.serve.OpenAISpecLitAPI": (
+        "serving_apis",
+        "as _lazy_load, in the processes that LitServe starts; and its chat template is rendered in a sandbox",
     ),
     "lm_eval.models.huggingface.HFLM": (
         "evaluating",
