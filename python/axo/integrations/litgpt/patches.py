@@ -315,16 +315,6 @@ def _choose_logger(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., A
     return choose
 
 
-def _monitor(run: LitGPTRun, stock: Any) -> Callable[..., Any]:
-    def monitor(*args: Any, **options: Any) -> Any:
-        made = stock(*args, **options)
-        if made.available_flops is not None:  # unknown on CPU
-            made.available_flops *= run.options.ranks_in_all // run.options.data_ranks
-        return made
-
-    return monitor
-
-
 def _measure(run: LitGPTRun, stock: Callable[..., int]) -> Callable[..., int]:
     def measure(model: nn.Module, *args: Any, **options: Any) -> int:
         flops = None
@@ -530,7 +520,6 @@ PATCHES = {
     "validate": Patch(_validate, "as RunningMean"),
     "choose_logger": Patch(_choose_logger, "tokens a second, memory and communication of all ranks are logged too"),
     "num_parameters": Patch(lambda *_: count_parameters, "the size of the model is printed, not that of a rank's part"),
-    "ThroughputMonitor": Patch(_monitor, "a device of LitGPT's is a data rank: it has the peak of Gx*Gy ranks a stage"),
     "measure_flops": Patch(_measure, "rank 0 counts for all; on the meta device mixtures cannot ask who chose what"),
     "generate_example": Patch(_generate_example, "all ranks, from one generator state, or they choose other tokens"),
     "interact": Patch(_interact, "rank 0 reads what is typed, and tells the others"),
