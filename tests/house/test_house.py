@@ -337,7 +337,7 @@ def test_every_replaced_name_of_a_package_stands_in_the_table():
     """An assignment to an attribute of what a file imports, in the modules that LitGPT's commands run."""
     found, room = set(), AXO / "integrations" / "litgpt"
     for path in room.glob("*.py"):
-        if path.stem in ("patches", "pytest_plugin"):  # the table itself; a plugin for LitGPT's own tests
+        if path.stem in ("patches",):  # the table itself
             continue
         tree = ast.parse(path.read_text())
         imported = {}
@@ -423,6 +423,21 @@ def test_skips_state_their_reason():
         for number, line in enumerate(path.read_text().splitlines(), 1):
             bare = re.search(r"@pytest\.mark\.(skip|xfail)\b(?!.*reason=)(?!if)", line)
             assert not bare, f"{place(path, number)}: {line.strip()}"
+
+
+def test_a_set_up_of_a_module_can_be_repeated():
+    """Work stealing gives a worker tests of a module twice, and so sets the module's fixtures up twice. What takes no
+    fixture of the session, its folder above all, finds nothing of the first time."""
+    wrong = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            for mark in map(ast.unparse, node.decorator_list):
+                taken = {argument.arg for argument in node.args.args} - {"tmp_path_factory"}
+                if "fixture(" in mark and re.search(r"scope='(module|class|package)'", mark) and taken:
+                    wrong.append(f"{place(path, node.lineno)}: {node.name} takes {sorted(taken)}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", sorted(axo._PUBLIC))

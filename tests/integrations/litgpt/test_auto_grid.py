@@ -18,7 +18,7 @@ def launched(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     found = []
 
-    def launch(function, ranks, start, name, options, *_, **__):
+    def launch(function, ranks, name, options, *_, **__):
         found.append((ranks, str(options.grid), options.pipeline, options.schedule, options.cuts, options.microbatches))
 
     monkeypatch.setattr(restarts, "run", launch)

@@ -67,7 +67,7 @@ from axo.integrations.fabric.recorded_init import RecordedInit
 from axo.integrations.fabric.stages import StagedLogits, StageRunner, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
 from axo.nn.layer import is_parallel
-from axo.overlap.step_check import NOT_ELEMENTWISE
+from axo.overlap.step_check import check_update
 from axo.pipeline import check_microbatches
 
 COUNTS = ("ranks", "data")
@@ -383,12 +383,7 @@ class AxoStrategy(ParallelStrategy):
         Raises:
             ValueError: The optimizer looks at more than one element of a tensor at a time, and tensors are split.
         """
-        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-        if kinds & NOT_ELEMENTWISE and self.grid.x * self.grid.y * self.grid.z > 1:
-            raise ValueError(
-                f"AxoStrategy: {type(optimizer).__name__} looks at whole tensors, and grid {self.grid} splits them;"
-                " use an optimizer that treats each element by itself (AdamW, SGD, ...), or a grid with data ranks only"
-            )
+        check_update(optimizer, "AxoStrategy")
         if self.offload is not None and self.offload.optimizer:
             optimizer = _offloaded(optimizer, self.offload)
         return super().setup_optimizer(optimizer)

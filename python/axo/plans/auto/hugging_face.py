@@ -24,6 +24,7 @@ SEPARATE = (
     *("llama.LlamaAttention", "mistral.MistralAttention", "mixtral.MixtralAttention", "granite.GraniteAttention"),
     *("qwen2.Qwen2Attention", "qwen3.Qwen3Attention", "qwen3_moe.Qwen3MoeAttention"),
     *("gemma.GemmaAttention", "gemma2.Gemma2Attention", "gemma3.Gemma3Attention"),
+    "vit.ViTAttention",  # since transformers 5; before, its projections lie below another module
 )
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -56,7 +57,7 @@ def attention(module: Any, name: str, ranks: int) -> Attention | str:
     """How to split ``module`` over ``ranks`` along x; a reason in words where that cannot be; "" if no attention."""
     kind = _hf_name(module)
     try:
-        if kind in SEPARATE:
+        if kind in SEPARATE and hasattr(module, "q_proj"):
             return _separate(module, name, ranks)
         if kind == "gpt2.GPT2Attention" and not module.is_cross_attention:
             return _fused(module, name, ranks)
@@ -74,7 +75,8 @@ def _separate(module: Any, name: str, ranks: int) -> Attention:
     copies = kv_copies(name, "key-value heads", groups, ranks)
     shared = {"out_blocks": (groups * size,), "out_copies": (copies,)} if copies > 1 else {}
     layers = {"q_proj": ("normal", {}), "k_proj": ("normal", shared), "v_proj": ("normal", shared)}
-    mine = {"num_key_value_groups": heads // ranks // (groups * copies // ranks)}
+    grouped = hasattr(module, "num_key_value_groups")
+    mine = {"num_key_value_groups": heads // ranks // (groups * copies // ranks)} if grouped else {}
     norms = tuple(child for child in _HEAD_NORMS if hasattr(module, child))
     return Attention({**layers, "o_proj": ("transposed", {})}, mine, norms=norms)
 
