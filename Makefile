@@ -117,7 +117,7 @@ $(V)/bin/python: | prerequisites
 
 # torch comes first and alone, and is pinned for what follows, so that nothing brings a second one. The extension needs
 # no more: it is built while the rest is installed.
-$(V)/.deps: pyproject.toml tests/integrations/litdata.txt tests/integrations/serve.txt tests/examples/megatron.txt | $(V)/bin/python
+$(V)/.deps: pyproject.toml tests/integrations/litdata.txt tests/integrations/serve.txt tests/integrations/peft.txt tests/examples/megatron.txt | $(V)/bin/python
 	@echo "Installing $(TORCH) and the rest into $(V), and building the extension (once)"
 	@$(PIP) "setuptools>=77" wheel
 	@$(V)/bin/python -c 'import torch' 2>/dev/null || $(PIP) "$(TORCH)"
@@ -128,6 +128,7 @@ $(V)/.deps: pyproject.toml tests/integrations/litdata.txt tests/integrations/ser
 	$(PIP) -c $(V)/torch.txt -r $(V)/wanted.txt && \
 	$(PIP) --no-deps --target $(V)/litdata --upgrade -r tests/integrations/litdata.txt && \
 	$(PIP) --no-deps --target $(V)/serve --upgrade -r tests/integrations/serve.txt && \
+	$(PIP) --no-deps --target $(V)/peft --upgrade -r tests/integrations/peft.txt && \
 	$(PIP) --no-deps --target $(V)/megatron --upgrade -r tests/examples/megatron.txt; pip=$$?; \
 	wait $$build && exit $$pip
 	@$(PIP) --no-deps --no-build-isolation -e .

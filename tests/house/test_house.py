@@ -46,7 +46,7 @@ REPLACED = {
 
 # A package may import those of a lower level, and itself. What stands here is the design's order of the house.
 LEVELS = [
-    {"errors", "grid", "lazy", "settings"},
+    {"errors", "files", "grid", "lazy", "settings"},
     {"launch", "arrangement"},
     {"comm"},
     {"placement"},
@@ -76,6 +76,7 @@ PURE = {
     "axo.arrangement",
     "axo.grid",
     "axo.errors",
+    "axo.files",
     "axo.launch",
     "axo.placement",
     "axo.perf",

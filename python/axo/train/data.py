@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from axo.arrangement import AXONN, Arrangement
+from axo.files import open_own
 from axo.grid import Coords, Grid
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def encode(files: Sequence[Path], tokenizer: Path, cache: Path) -> TokenCorpus:
     key = hashlib.sha256(tokenizer.read_bytes() + json.dumps(stamps).encode()).hexdigest()[:24]
     target = cache / f"tokens-{key}.{dtype}"
     cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / ".lock", "w") as lock:
+    with os.fdopen(open_own(cache / ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file, whatever happens to this process
         if not target.exists():
             _encode_into(target, files, loaded, dtype)

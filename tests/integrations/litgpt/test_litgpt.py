@@ -309,7 +309,7 @@ REFUSED = {
     "pretrain pythia-14m --gird 2x1x1x1": "has no option --gird; did you mean --grid?",
     "pretrain pythia-14m --max_tokens=9": "has no option --max_tokens; did you mean --train.max_tokens",
     "pretrain pythia-14m --config no.yaml": "--config no.yaml is not a file",
-    "pretrain --config torn.json": "--config: not YAML: while parsing",
+    "pretrain --config torn.json": "--config torn.json is not YAML: while parsing",
     "pretrain --config run.yaml --grid 2x1x1x1": "micro_batch_size=0 is not a whole number",
     "pretrain --grid 2x1x1x1": "pretrain wants a model_name, its first argument",
     "pretrain pythia-14m --resume no/such.pth": "--resume no/such.pth does not exist",

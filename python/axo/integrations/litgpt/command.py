@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import difflib
 import gc
 import importlib.util
@@ -26,11 +25,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from axo.integrations.litgpt import checks, conversation, restarts
-from axo.integrations.litgpt.options import AUTO, NAMES, Options
+from axo.integrations.litgpt.options import AUTO, NAMES, TRUST, Options
 from axo.launch import Rank, Termination, set_threads
 
 if TYPE_CHECKING:
@@ -80,22 +79,18 @@ PARALLEL = {
         "litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False, reads_sharded=False, quantizes=True
     ),
     "generate": Command("litgpt.generate.base", "main", False, quantizes=True),
-    "generate_full": dataclasses.replace(_ON_ONE_DEVICE, module="litgpt.generate.full", launches=True),
+    "generate_full": replace(_ON_ONE_DEVICE, module="litgpt.generate.full", launches=True),
     "chat": Command("litgpt.chat.base", "main", False, stages=False, quantizes=True),
-    "serve": dataclasses.replace(
-        _ON_ONE_DEVICE, module="litgpt.deploy.serve", function="run_server", wants=("litserve", "serve")
-    ),
-    "evaluate": dataclasses.replace(
+    "serve": replace(_ON_ONE_DEVICE, module="litgpt.deploy.serve", function="run_server", wants=("litserve", "serve")),
+    "evaluate": replace(
         _ON_ONE_DEVICE, module="litgpt.eval.evaluate", function="convert_and_evaluate", wants=("lm_eval", "evaluate")
     ),
 }
 for _kind in ("adapter", "adapter_v2"):
     _module = f"litgpt.finetune.{_kind}"
-    PARALLEL[f"finetune_{_kind}"] = dataclasses.replace(
-        PARALLEL["finetune_lora"], module=_module, stages=False, quantizes=False
-    )
+    PARALLEL[f"finetune_{_kind}"] = replace(PARALLEL["finetune_lora"], module=_module, stages=False, quantizes=False)
     _module = f"litgpt.generate.{_kind}"
-    PARALLEL[f"generate_{_kind}"] = dataclasses.replace(_ON_ONE_DEVICE, module=_module, launches=True)
+    PARALLEL[f"generate_{_kind}"] = replace(_ON_ONE_DEVICE, module=_module, launches=True)
 PARALLEL["finetune"] = PARALLEL["finetune_lora"]  # litgpt's other name for it
 _HELP = {"-h", "--help"}
 # Imported once, before local ranks are forked, instead of by each of them.
@@ -126,7 +121,7 @@ def run(arguments: list[str]) -> None:
         _run_on_one_rank(name, arguments)
         return
     command = PARALLEL[name]
-    own = _given(arguments) & set(NAMES)
+    own = _given(arguments) & set(NAMES) - {TRUST}
     if command.wants is not None and not own and not _HELP & set(arguments):
         _stock(name, arguments)
         return
@@ -138,7 +133,7 @@ def run(arguments: list[str]) -> None:
         with _nothing_collected():
             # Once, before there are ranks: it takes seconds, and wrong input costs one message.
             parsed = _parse(name, command, arguments)
-            if not own and parsed.own == Options() and parsed.litgpt.get("quantize") is not None:
+            if not own and replace(parsed.own, trust=False) == Options() and parsed.litgpt.get("quantize") is not None:
                 _stock(name, arguments)
                 return
             job = _prepare(name, command, parsed, rank)
@@ -177,7 +172,7 @@ def _run_on_one_rank(name: str, arguments: list[str]) -> None:
         near = difflib.get_close_matches(name, commands, 1)
         meant = f"did you mean {near[0]}?" if near else f"use one of {', '.join(sorted(commands))}"
         raise ValueError(f"litgpt: there is no command {name!r}; {meant}")
-    for option in sorted(_given(arguments) & set(NAMES)):
+    for option in sorted(_given(arguments) & set(NAMES) - {TRUST}):
         raise ValueError(
             f"litgpt: {name} runs on one rank only, so it takes no {option}; on a grid run {', '.join(PARALLEL)}"
         )
@@ -235,7 +230,11 @@ def _stock(name: str, arguments: list[str]) -> None:
         written = any(name in option + value for name in ("out_dir", "output_dir"))
         if not written and (os.path.isdir(path) or os.path.isdir(os.path.join("checkpoints", path))):
             checks.refuse_sharded(path)
-    _run_litgpt(name, arguments)
+    if TRUST not in arguments:
+        from axo.integrations.litgpt import harmless
+
+        harmless.guard()
+    _run_litgpt(name, [argument for argument in arguments if argument != TRUST])
 
 
 def _run_litgpt(name: str, arguments: list[str]) -> None:
@@ -364,6 +363,10 @@ def _rank(
     os.environ["LT_STRATEGY"] = "axo"
     torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
     command = PARALLEL[name]
+    if not options.trust:
+        from axo.integrations.litgpt import harmless
+
+        harmless.guard()
     this = LitGPTRun(importlib.import_module(command.module), options, hyperparameters=hyperparameters)
 
     def make() -> LitGPTStrategy:

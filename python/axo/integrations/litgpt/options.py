@@ -15,7 +15,7 @@ from typing import Any
 from axo.arrangement import arrangement_of
 from axo.grid import Grid
 
-AUTO = "auto"
+AUTO, TRUST = "auto", "--trust"
 
 
 def _as(metavar: str, text: str, read: Callable[[str], Any] = str) -> dict[str, Any]:
@@ -116,6 +116,12 @@ class Options:
         default="axonn",
         metadata=_as("NAME", "How products are distributed: axonn, or on a grid with x = y tesseract or summa."),
     )
+    trust: bool = field(
+        default=False,
+        metadata=_as(
+            "", "Let files of a checkpoint's folder run code: classes in a pickle, a prompt style, a chat template."
+        ),
+    )
     host: str = field(
         default="127.0.0.1",
         metadata=_as("ADDRESS", "Of serve: where it listens; 127.0.0.1 is this machine alone, 0.0.0.0 all networks."),
@@ -165,12 +171,13 @@ class Options:
     def by_hand(self) -> str:
         """The options that ask for the same, with the grid and the stages that were chosen.
 
-        Without ``--allow-new-data``, which is said for one start: whoever copies the rest keeps the check.
+        Without ``--allow-new-data`` and ``--trust``, which are said for one start: whoever copies the rest keeps the
+        checks.
         """
         words = ["--grid", str(self.grid)]
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name not in ("grid", "ranks", "machine", "allow_new_data") and value != each.default:
+            if each.name not in ("grid", "ranks", "machine", "allow_new_data", "trust") and value != each.default:
                 words.append(name_of(each))
                 if value is not True:
                     words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))

@@ -19,6 +19,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+import yaml
+
+from axo import files
 from axo.integrations.litgpt import options as axo_options
 from axo.integrations.litgpt.options import Options
 
@@ -129,23 +132,22 @@ def _with_files(arguments: list[str]) -> list[str]:
     Raises:
         ValueError: It holds none, or the file of ``--config`` is not there.
     """
-    import yaml
-
     replaced = list(arguments)
     for index, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
         at = index if equals else index + 1
         value = value if equals else "".join(arguments[at : at + 1])
-        if option == "--config" and not set("{:\n") & set(value) and not Path(value).is_file():
-            raise ValueError(f"litgpt: --config {value} is not a file")
-        if option != "--model_config":
+        text = set("{:\n") & set(value)
+        if option not in ("--config", "--model_config") or (option == "--model_config" and text):
             continue
-        if not value.endswith((".yaml", ".yml", ".json")):
-            continue
+        if not text and not Path(value).is_file():
+            raise ValueError(f"litgpt: {option} {value} is not a file")
         try:
-            content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"litgpt: --model_config {value}: {' '.join(str(error).split())}") from None
+            content = files.parse_yaml(value if text else files.read_text(Path(value)))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"litgpt: {option} {value} is not YAML: {' '.join(str(error).split())}") from None
+        if option == "--config":
+            continue  # the parser reads it, now that it is known to be small
         if not isinstance(content, dict):
             raise ValueError(f"litgpt: --model_config {value} holds no fields of a model, such as n_layer: 4")
         replaced[at] = f"--model_config={json.dumps(content)}" if equals else json.dumps(content)

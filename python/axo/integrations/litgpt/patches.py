@@ -4,8 +4,8 @@ LitGPT's commands look these names up in their own module (``litgpt.pretrain``, 
 is where the replacements stand, each made from the stock one, for the time of one run (:func:`patched`). The table is
 :data:`PATCHES`; the order of its entries does not matter, as none looks at another.
 
-Three names of other packages are replaced elsewhere (:data:`ELSEWHERE`): they are needed before there is a run, or for
-a part of one.
+Some names of LitGPT's and of other packages are replaced elsewhere (:data:`ELSEWHERE`): they are needed before there is
+a run, without one, or for a part of one.
 """
 
 from __future__ import annotations
@@ -315,16 +315,6 @@ def _choose_logger(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., A
     return choose
 
 
-def _monitor(run: LitGPTRun, stock: Any) -> Callable[..., Any]:
-    def monitor(*args: Any, **options: Any) -> Any:
-        made = stock(*args, **options)
-        if made.available_flops is not None:  # unknown on CPU
-            made.available_flops *= run.options.ranks_in_all // run.options.data_ranks
-        return made
-
-    return monitor
-
-
 def _measure(run: LitGPTRun, stock: Callable[..., int]) -> Callable[..., int]:
     def measure(model: nn.Module, *args: Any, **options: Any) -> int:
         flops = None
@@ -530,7 +520,6 @@ PATCHES = {
     "validate": Patch(_validate, "as RunningMean"),
     "choose_logger": Patch(_choose_logger, "tokens a second, memory and communication of all ranks are logged too"),
     "num_parameters": Patch(lambda *_: count_parameters, "the size of the model is printed, not that of a rank's part"),
-    "ThroughputMonitor": Patch(_monitor, "a device of LitGPT's is a data rank: it has the peak of Gx*Gy ranks a stage"),
     "measure_flops": Patch(_measure, "rank 0 counts for all; on the meta device mixtures cannot ask who chose what"),
     "generate_example": Patch(_generate_example, "all ranks, from one generator state, or they choose other tokens"),
     "interact": Patch(_interact, "rank 0 reads what is typed, and tells the others"),
@@ -557,7 +546,7 @@ PATCHES = {
 }
 
 
-# Names of packages that LitGPT uses: the module here that replaces each, and why it is no row of PATCHES.
+# Names that are no command's own: the module here that replaces each, and why it is no row of PATCHES.
 ELSEWHERE = {
     "lightning_utilities.core.imports.RequirementCache.__bool__": (
         "parsing",
@@ -567,6 +556,23 @@ ELSEWHERE = {
     "docstring_parser.parse_from_object": (
         "parsing",
         "for the whole process, before there are ranks: the sources of classes are read once, not for each parser",
+    ),
+    "lightning.fabric.utilities.load._lazy_load": (
+        "harmless",
+        "for the whole process, wherever LitGPT has imported it: a checkpoint runs no code",
+    ),
+    "litgpt.prompts.load_prompt_style": ("harmless", "as _lazy_load: it would import and call what a file names"),
+    "litgpt.deploy.serve.SimpleLitAPI": (
+        "serving_apis",
+        "as _lazy_load, in the processes that LitServe starts",
+    ),
+    "litgpt.deploy.serve.StreamLitAPI": (
+        "serving_apis",
+        "as _lazy_load, in the processes that LitServe starts",
+    ),
+    "litgpt.deploy.serve.OpenAISpecLitAPI": (
+        "serving_apis",
+        "as _lazy_load, in the processes that LitServe starts; and its chat template is rendered in a sandbox",
     ),
     "lm_eval.models.huggingface.HFLM": (
         "evaluating",

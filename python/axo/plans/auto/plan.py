@@ -45,7 +45,7 @@ from axo.plans.auto.decide import Decision, SplitCandidate, decide
 from axo.plans.auto.experts import EveryExpert, is_mixture
 from axo.plans.auto.heads_code import HeadsOf
 from axo.plans.auto.heads_interpreter import NotProved
-from axo.plans.auto.hugging_face import Attention, attention
+from axo.plans.auto.hugging_face import Attention, attention, refuse_resizing, refuse_whole_heads
 from axo.plans.auto.patterns import Wish, wishes
 from axo.plans.auto.regions import CHANNELS, FEATURES, Size, find_regions
 from axo.plans.replace import Replacer, check_no_hooks, hooks_of
@@ -111,6 +111,8 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     for module, split in attentions.known.items():
         for attribute, value in split.attributes.items():
             setattr(module, attribute, value)
+        if grid.size(arrangement.inner) > 1:
+            refuse_whole_heads(module, names[module], split.key_heads)
         SharedRandomness(comms, (arrangement.inner, *arrangement.rows)).attach(module)
         for child in split.norms:
             replicate(module.get_submodule(child), comms, replacer.grad_reduce, sum_over=(arrangement.inner,))
@@ -128,6 +130,8 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     if arrangement.row_parts(grid) > 1:
         Alike(comms, layers=not found.one_way).watch(model)
     share_inputs(model)
+    if grid.world_size > 1:
+        refuse_resizing(model)
     report.layers = [replace(one, backward_bytes=0) if _shares(model, one) else one for one in report]
     kept: Any = model
     kept._axo_plan_report = report
