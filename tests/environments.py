@@ -49,7 +49,7 @@ class Environment:
 
 def python_of(minor: str) -> str:
     """A Python of a minor version such as "3.12" that starts, or the test is skipped."""
-    installed = sorted(Path.home().glob(f".pyenv/versions/{minor}.*/bin/python"))
+    installed = sorted(Path.home().glob(f".pyenv*/versions/{minor}.*/bin/python"))
     for candidate in (sys.executable, f"python{minor}", *map(str, installed)):
         code = "import sys, ensurepip; print(sys.executable, *sys.version_info[:2])"
         try:

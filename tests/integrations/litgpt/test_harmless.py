@@ -91,9 +91,9 @@ def render(litserve: str, checkpoint: Path, template: str) -> Any:
     sys.path.insert(0, litserve)
     import litgpt.deploy.serve as module
 
-    from axo.integrations.litgpt import harmless
+    from axo.integrations.litgpt import command
 
-    harmless.guard()
+    command._guard()
     assert module.OpenAISpecLitAPI.__module__ == "axo.integrations.litgpt.serving_apis"  # what a new process imports
     file = checkpoint / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))

@@ -231,10 +231,19 @@ def _stock(name: str, arguments: list[str]) -> None:
         if not written and (os.path.isdir(path) or os.path.isdir(os.path.join("checkpoints", path))):
             checks.refuse_sharded(path)
     if TRUST not in arguments:
-        from axo.integrations.litgpt import harmless
-
-        harmless.guard()
+        _guard()
     _run_litgpt(name, [argument for argument in arguments if argument != TRUST])
+
+
+def _guard() -> None:
+    """Let LitGPT read a checkpoint's files without running anything that they name."""
+    from axo.integrations.litgpt import harmless
+
+    harmless.guard()
+    if "litgpt.deploy.serve" in sys.modules:
+        from axo.integrations.litgpt import serving_apis  # wants LitServe
+
+        serving_apis.replace()
 
 
 def _run_litgpt(name: str, arguments: list[str]) -> None:
@@ -364,9 +373,7 @@ def _rank(
     torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
     command = PARALLEL[name]
     if not options.trust:
-        from axo.integrations.litgpt import harmless
-
-        harmless.guard()
+        _guard()
     this = LitGPTRun(importlib.import_module(command.module), options, hyperparameters=hyperparameters)
 
     def make() -> LitGPTStrategy:

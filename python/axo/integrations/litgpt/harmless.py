@@ -39,10 +39,6 @@ def guard() -> None:
         for name, value in list(vars(module).items()):  # under whatever name they were imported
             if id(value) in ours:
                 setattr(module, name, ours[id(value)])
-    if "litgpt.deploy.serve" in sys.modules:
-        from axo.integrations.litgpt import serving_apis  # wants LitServe
-
-        serving_apis.replace()
 
 
 def read_checkpoint(filename: Any) -> Any:
