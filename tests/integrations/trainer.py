@@ -200,7 +200,7 @@ def _run(start, name, grid, **asked):
     from axo.integrations.litgpt.options import Options
 
     if grid is not None:
-        _rank(lambda again: start(), name, Options(grid=Grid.parse(grid), **asked), True, 0)
+        _rank(name, Options(grid=Grid.parse(grid), **asked), lambda again: start(), "", True, 0)
         return
     torch._dynamo.config.disable = True
     torch.compile = lambda model, *_, **__: model  # with dynamo off it does no more, but imports for three seconds

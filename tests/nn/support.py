@@ -75,8 +75,9 @@ def once(make):
 
 
 def gradients_of(serial):
-    """Name -> gradient of each parameter that is trained."""
-    return {name: p.grad.clone() for name, p in serial.named_parameters() if p.requires_grad}
+    """Name -> gradient of each parameter that is trained; of an expert without rows it is zero."""
+    named = [(name, p) for name, p in serial.named_parameters() if p.requires_grad]
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named}
 
 
 def mean_over_data_ranks(comms, value):

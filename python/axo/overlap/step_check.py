@@ -15,7 +15,8 @@ An optimizer that was made before ``axo.parallelize`` holds parameters that the 
 train nothing, and are refused.
 
 A model made by a plan takes the same input on all ranks along x and y (with Tesseract, y). Rows that differ there would
-be mixed in silence, so inputs are compared, in the first training step or (``AXO_CHECK=1``) in all.
+be mixed in silence, so inputs are compared, in the first pass with gradients and the first one without, or
+(``AXO_CHECK=1``) in all.
 
 A compiled model is refused unless ``keep_out_of_graphs`` was called: to trace its communication takes minutes a layer.
 So is one inside of torch's DistributedDataParallel, which broadcasts rank 0's parameters.

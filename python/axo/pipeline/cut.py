@@ -143,7 +143,7 @@ def split(
             attach_alike(module)
         family.finish(module, index == 0, index == stages - 1)
         for engine in engines(module) if index else ():
-            engine.compares_inputs = False  # activations, split over y
+            engine.compares_inputs = set()  # activations, split over y
     return found
 
 

@@ -14,7 +14,7 @@ from litgpt.model import GPT
 
 import axo
 from axo.grid import Grid
-from axo.integrations.litgpt.architectures import architecture, refusal, report
+from bench.tools.litgpt_architectures import architecture, refusal, report
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close, assert_gradients_match, my_rows
 
@@ -109,7 +109,7 @@ def test_every_configuration_runs(part):
 
 
 def test_what_runs_in_real_size_is_told():
-    """``axo litgpt architectures``: counts of configurations, and refusals by name."""
+    """The report: counts of configurations, and refusals by name."""
     everything = report(Grid.parse("1x2x4x1"))
     assert f"{len(configs)} of {len(configs)} configurations run" in everything and "refused" not in everything
     why = refusal(Config.from_name("SmolLM2-135M"), Grid.parse("2x1x1x1"))
