@@ -74,6 +74,8 @@ class Epilogue:
                 raise ValueError(f"matmul: out has shape {tuple(out.shape)}; the product has {shape}")
             if self.out_dtype not in (None, out.dtype):
                 raise ValueError(f"matmul: out is {out.dtype} and out_dtype is {self.out_dtype}; leave out_dtype away")
+            if out.is_neg():
+                raise ValueError("matmul: out is a view that negates (of a conjugate); write into memory of its own")
             if overlaps_itself(out):
                 raise ValueError(
                     f"matmul: out of shape {shape} has strides {out.stride()}, so that elements share memory; give room"
@@ -136,6 +138,7 @@ def matmul(
         )
     if backend == "vendor" or not triton_runs or min(product.m, product.n, product.k, product.batch) == 0:
         return vendor_matmul(a, b, layout, out, bias, activation, accumulate, out_dtype, gate=gate)
+    a, b = a.resolve_neg(), b.resolve_neg()  # a kernel reads memory, not a view that negates (x.conj().imag)
     if out is None and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias, gate)):
         if activation is not None or (out_dtype or a.dtype) != a.dtype:
             raise ValueError(
@@ -227,8 +230,9 @@ def _triton_matmul(
     if out is None:
         shape = (*a.shape[:-2], product.m, product.n)
         out = torch.empty(shape, dtype=epilogue.out_dtype or a.dtype, device=a.device)
-    if gate is not None and gate.stride(-1) != 1:
-        gate = gate.contiguous()
+    if gate is not None:
+        gate = gate.resolve_neg()
+        gate = gate if gate.stride(-1) == 1 else gate.contiguous()
     a, _ = folded_rows(a, b, product.layout)
     written = out
     if a.dim() == 2:  # one matrix: a's leading dims, if any, have become rows
@@ -300,7 +304,7 @@ def _launch(
     slots = target.units * config.occupancy(target, left.dtype.itemsize, out.dtype.itemsize, wide, activation or "")
     programs = min(tiles, slots)
     behind = {"HAS_BIAS": bias is not None, "ACTIVATION": activation or "", "ACCUMULATE": accumulate}
-    bias = out if bias is None else bias.contiguous()
+    bias = out if bias is None else bias.resolve_neg().contiguous()
     final, pieces = out, config.split_k
     if pieces > 1:  # fp32 sums of each piece, with whole tiles of rows: what is behind the sum comes with the last step
         rows = tiles_m * config.block_m
@@ -371,7 +375,7 @@ def launch_grouped(
             right.mT if b_transposed else right, hopper.block(config.block_k, config.block_n, b_transposed)
         ),
         hopper.descriptor(out, [rows, config.block_n // config.parts]),
-        out if bias is None else bias.contiguous(), product.m, product.n, product.k,
+        out if bias is None else bias.resolve_neg().contiguous(), product.m, product.n, product.k,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
         NUM_PROGRAMS=units, STAGES=config.stages, PINGPONG=config.groups == "pingpong", PARTS=config.parts,
         A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, HAS_BIAS=bias is not None, ACCUMULATE=accumulate,

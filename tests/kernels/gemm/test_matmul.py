@@ -242,6 +242,23 @@ def test_what_a_kernel_cannot_write_is_refused(interpreter):
     interpreter.run(check_refused)
 
 
+def check_negative_views():
+    """Views that negate what lies in memory: read as they are seen, and not written into."""
+    whole = torch.randn(8, 8, 6, dtype=torch.complex64).conj().imag
+    assert whole.is_neg()
+    a, b, gate, bias = whole[..., 0], whole[..., 1], whole[..., 2], whole[0, :, 3]
+    functional = torch.nn.functional
+    expected = functional.silu(a.double() @ b.double() + bias.double()) * gate.double()
+    for config in (POINTERS, replace(POINTERS, split_k=2)):
+        assert error(matmul(a, b, bias=bias, activation="silu_gate", gate=gate, config=config), expected) < 1e-6
+    with pytest.raises(ValueError, match="out is a view that negates"):
+        matmul(a, b, out=gate)
+
+
+def test_views_that_negate(interpreter):
+    interpreter.run(check_negative_views)
+
+
 class Recorder:
     """Stands for a kernel: keeps its grid and its constants."""
 
