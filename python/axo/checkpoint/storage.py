@@ -218,7 +218,7 @@ def read_plain(path: Path, weights_only: bool | None = True) -> Any:
         elif isinstance(error, LookupError) or why == "Weights only load failed":  # the pickle reader's, of other files
             why = "torch.save did not write it"
         elif why.startswith("it holds a "):  # a class or function that torch does not call unasked
-            hint = "to load it runs it: trust=True, --trust, or Fabric's weights_only=False, if you trust who wrote it"
+            hint = "weights_only=False reads it (trust=True, --trust) and runs it; use that if you trust who wrote it"
         raise ValueError(f"checkpoint: {path} cannot be read ({why}): {hint}") from None
 
 
