@@ -66,9 +66,9 @@ def hold(options: Any, dump: Callable[[], str], *, resumes: bool, again: bool, a
     return run
 
 
-def newest(out_dir: Any) -> Path | None:
-    """The checkpoint from which a run goes on by itself."""
-    return next((path for _, path in reversed(_steps(_folder(out_dir))) if is_saved(path)), None)
+def newest(out_dir: Any, files: str = "*.pth") -> Path | None:
+    """The checkpoint from which a run goes on by itself; or the newest of other ``files``, which hold adapters."""
+    return next((path for _, path in reversed(_steps(_folder(out_dir), files)) if is_saved(path)), None)
 
 
 def is_saved(path: Path) -> bool:
@@ -82,9 +82,9 @@ def _folder(out_dir: Any) -> Path:
     return init_out_dir(out_dir)
 
 
-def _steps(folder: Path) -> list[tuple[int, Path]]:
+def _steps(folder: Path, files: str = "*.pth") -> list[tuple[int, Path]]:
     """The checkpoints of a run, by their steps; those of runs in folders below are not its own."""
-    found = ((re.fullmatch(r"step-(\d+)", path.parent.name), path) for path in folder.glob("step-*/*.pth"))
+    found = ((re.fullmatch(r"step-(\d+)", path.parent.name), path) for path in folder.glob(f"step-*/{files}"))
     return sorted((int(named[1]), path) for named, path in found if named)
 
 
