@@ -187,10 +187,10 @@ def read_metadata(path: Path, verify: bool = True, trust: bool = False) -> Metad
         hasher.update(data)
         if hasher.hexdigest() != marker.metadata:
             raise ValueError(f"checkpoint: {path} is damaged: {folders.METADATA}: {_WRONG}")
-    found = metadata.read(path, data, follow=trust)
-    if state.HEAD not in found.state_dict_metadata:
+    described = metadata.read(path, data, follow=trust)
+    if state.HEAD not in described.state_dict_metadata:
         raise ValueError(f"checkpoint: {path} was not written by axo.checkpoint.save (it has no entry {state.HEAD!r})")
-    return found
+    return described
 
 
 def read_plain(path: Path, weights_only: bool | None = True) -> Any:
