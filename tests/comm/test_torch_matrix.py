@@ -53,7 +53,7 @@ def test_it_builds_and_works(torch, python, tmp_path):
         )
         assert environment.version("torch") == row["torch"], "the rest of the packages brought another torch"
         shutil.rmtree(source / "python")  # what is tested is what is installed
-        said = environment.type(f"python -m pytest -q {' '.join(SAMPLE)} || true", source)
+        said = environment.type(f"python -m pytest {' '.join(SAMPLE)} || true", source)
         row |= {outcome: int(count) for count, outcome in re.findall(r"(\d+) (passed|failed|errors?)\b", said)}
         print("\n" + json.dumps(row))
         assert row["passed"] > 100 and not {"failed", "error", "errors"} & set(row), said[-6000:]
