@@ -26,6 +26,7 @@ import multiprocessing
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -39,9 +40,12 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from axo import files
 from axo.errors import Aborted, PeerLost, ResourceError, Timeout, user_message
 
 _LOOPBACK = "axo-loopback"
+_FOLDER = "axo-ranks-"  # how a launch's folder begins
+_LOCK = ".launcher"  # a file in it, locked while the launcher or a rank that it has forked lives
 _SHM = "/dev/shm"
 _TOLD = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _ASKED = "asked-to-end"  # a file among the reports: the signal's number
@@ -293,7 +297,7 @@ def launch_local(
         if not terminate or again or number not in Termination.SIGNALS:
             raise SignalException(f"signal {number}", signal.Signals(number))
 
-    with tempfile.TemporaryDirectory(prefix="axo-ranks-") as reports:
+    with _own_folder() as reports:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -331,6 +335,38 @@ def launch_local(
                     error.errno, f"{error.strerror} (the semaphores of local ranks lie there)", _SHM
                 ) from None
             raise
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[str]:
+    """A folder for one launch, which holds a lock in it; those whose launchers were killed are removed first."""
+    _remove_left_over()
+    while True:
+        with tempfile.TemporaryDirectory(prefix=_FOLDER, ignore_cleanup_errors=True) as folder:
+            path = Path(folder, _LOCK)
+            held = files.open_own(path)
+            try:
+                with contextlib.suppress(OSError):  # no locks there: nobody will take this folder for a dead one's
+                    if not (files.lock(held) and files.is_open(path, held)):  # another launch did, before it was locked
+                        continue
+                yield folder
+                return
+            finally:
+                os.close(held)
+
+
+def _remove_left_over() -> None:
+    """Remove folders of this user whose launchers have died: their locks are free."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError, ValueError):  # another user's, gone by now, or no folder of ours
+            if path.lstat().st_uid != os.getuid() or path.is_symlink():
+                continue
+            held = files.open_own(path / _LOCK, create=False)
+            try:
+                if files.lock(held):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(held)
 
 
 def _check_files() -> None:

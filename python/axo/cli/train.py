@@ -61,7 +61,7 @@ def train(context: typer.Context, **given: Any) -> None:
     found = early.check_here(config) if rank is None else None
     if rank is not None and not models.names_file(config.model):
         early.check_sizes(config)
-    from axo.integrations.litgpt.early import load
+    from axo.integrations.litgpt.parsing import load
 
     outcome = load("axo.train.runner", "run")(config, found)
     if outcome is not None and not _tell(outcome, expect_drop):
