@@ -421,7 +421,7 @@ def _products(
         seconds = layer.experts * machine.gemm_seconds(my_rows, *layer.local_sizes(grid))
         return seconds, seconds if layer.input_grad else 0.0, seconds
     if layer.kind == "attention":
-        seconds = 4.0 * my_rows * seen(seq_length) * cost.chunk(layer.in_features, x) / machine.gemm_flops
+        seconds = 4.0 * my_rows * seen(seq_length) * cost.chunk(layer.in_features, x) / machine.attention_flops
         return seconds, 2.0 * seconds, 0.0
     if layer.kind in ("pointwise", "norm"):
         forward, backward = NORM if layer.kind == "norm" else layer.moves
