@@ -138,6 +138,16 @@ class Machine:
         """True when peers on ``axis`` stand on different nodes."""
         return grid.size(axis) > 1 and grid.stride(axis) * grid.size(axis) > self.gpus_per_node
 
+    def nodes(self, gpus: int) -> tuple[int, int]:
+        """Return (nodes, ranks of each) on which so many GPUs stand: as few nodes as have equally many."""
+        a_node = next(each for each in range(min(gpus, self.gpus_per_node), 0, -1) if gpus % each == 0)
+        return gpus // a_node, a_node
+
+    def of_nodes(self, gpus: int) -> Machine:
+        """Return this machine with nodes of as many GPUs as so many stand on."""
+        nodes, a_node = self.nodes(gpus)
+        return self if nodes == 1 or a_node == self.gpus_per_node else replace(self, gpus_per_node=a_node)
+
     @property
     def gemm_flops(self) -> float:
         """Flop/s of a large product inside a training step."""

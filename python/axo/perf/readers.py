@@ -204,7 +204,8 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
     )
     size = _optional(config, name, "head_size") or workload.hidden // heads
     turned = int(size * config.get("rotary_percentage", 0.25)) * (2 if config.get("rope_indices") else 1)
-    return replace(workload, tables=2 * workload.seq_length * turned)  # sines and cosines
+    longest = config.get("block_size") or 0
+    return replace(workload, longest=longest, tables=2 * workload.seq_length * turned)  # sines and cosines
 
 
 def from_module(module: Any, *, seq_length: int, name: str | None = None) -> Workload:

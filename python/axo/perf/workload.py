@@ -137,6 +137,7 @@ class Workload:
         heads: Attention heads: x must divide them (0: no such limit).
         kv_heads: Key-value groups: x must divide them, or be a multiple (neighbours share a group then).
         vocab: Vocabulary (0: none).
+        longest: Tokens that it was made for (0: any).
         tables: Values of rotary tables, which every rank holds whole.
         trained_as: What ``axo train --model`` calls it; empty: no model that it knows.
         file: Where it was read from; empty: it was asked for by name.
@@ -151,6 +152,7 @@ class Workload:
     vocab: int = 0
     trained_as: str = ""
     file: str = ""
+    longest: int = 0
     tables: int = 0
 
     def unrolled(self) -> Iterator[Block]:
