@@ -142,9 +142,8 @@ def _check_fields(known: Mapping[str, Any], fields: Mapping[str, Any], name: str
         if not _SIZES.search(field) or field.startswith(("output_", "use_", "tie_")):
             continue
         default: Any = known.get(field)
-        whole, sized = (isinstance(one, int) and not isinstance(one, bool) for one in (value, default))
-        sized = sized and default > 0
-        if value is not None and ((sized and not (whole and value > 0)) or isinstance(value, str)):
+        whole, sized = (type(one) is int for one in (value, default))
+        if isinstance(value, str) or (sized and default > 0 and value is not None and not (whole and value > 0)):
             raise ValueError(f"model {name!r}: {field}={value!r} is not a whole number of at least 1")
         if _PARTS.search(field) and field not in known and whole and value > 0:
             raise ValueError(
@@ -259,8 +258,8 @@ def _mlp(module: Any, hidden: int, config: Any, owner: str) -> tuple[bool, int, 
     ((gated, width, _, bias),) = each
     if not gated:
         raise ValueError(f"{owner} has experts that are not gated; they are not modelled")
-    routed = {id(leaf) for leaf in lists[0].modules()}
-    beside = [leaf for leaf in module.modules() if _kind(leaf) == "Linear" and id(leaf) not in routed]
+    routed = set(lists[0].modules())
+    beside = [leaf for leaf in module.modules() if _kind(leaf) == "Linear" and leaf not in routed]
     shared = [linear for linear in beside if _sizes(linear)[1] not in (1, len(lists[0]))]  # others choose experts
     _leaves(module, owner)
     return True, width, Experts(len(lists[0]), per_token, width, _sizes(shared[-1])[0] if shared else 0), bias

@@ -130,11 +130,11 @@ class _OfBlock(NamedTuple):
     peaks: dict[tuple[float, bool], float]  # what ``_backward`` found, by what it depends on
 
 
-KnownBlocks = dict[tuple[float, ...], _OfBlock]
+KnownBlocks = dict[tuple[object, ...], _OfBlock]
 
 
 def _of_block(block: Block, grid: Grid, rows: int, run: RunOptions, known: KnownBlocks) -> _OfBlock:
-    key = (id(block.layers), grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel)
+    key = (block.once, grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel)
     if key not in known:
         layers = [_of_layer(layer, grid, rows, run) for layer in block.layers]
         columns = list(zip(*layers, strict=True))

@@ -12,8 +12,9 @@ It does not read files: see ``axo.perf.readers``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any, cast
 
 from axo.grid import Grid
 from axo.matmul.cost import chunk
@@ -29,6 +30,14 @@ SPLIT = (8.0, 8.0)  # q, k, v taken apart and laid out by heads; rotary embeddin
 ACTIVATION_GATED, ACTIVATION = (6.0, 10.0), (4.0, 6.0)  # bf16
 
 KINDS = ("linear", "embedding", "norm", "attention", "pointwise", "loss")
+
+
+def hash_once(one: Any) -> int:
+    """The hash of a frozen dataclass, computed once: layers, blocks and models are keys of what a search knows."""
+    found = vars(one).get("_hash")
+    if found is None:
+        found = vars(one)["_hash"] = hash(tuple(getattr(one, each.name) for each in fields(one)))
+    return cast("int", found)
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,13 @@ class Layer:
     gathers: bool = False
     tied: bool = False
 
+    __hash__ = hash_once
+
+    @cached_property
+    def nameless(self) -> Layer:
+        """The same without its name: layers that cost the same."""
+        return replace(self, name="")
+
     @cached_property
     def on_stream(self) -> bool:
         """Whether it works on the residual stream, token by token: what sequence parallelism splits over x."""
@@ -124,6 +140,13 @@ class Block:
     repeat: int = 1
     checkpointed: bool = False
 
+    __hash__ = hash_once
+
+    @cached_property
+    def once(self) -> Block:
+        """One of it, whose forward runs once: what blocks of any number share."""
+        return self if self.repeat == 1 and not self.checkpointed else Block(self.layers)
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -154,6 +177,8 @@ class Workload:
     file: str = ""
     longest: int = 0
     tables: int = 0
+
+    __hash__ = hash_once
 
     def unrolled(self) -> Iterator[Block]:
         """Yield the blocks in forward order, repeats written out."""
