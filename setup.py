@@ -229,6 +229,7 @@ setup(
         "axo_bench",
         "axo_bench.lib",
         "axo_bench.papers",
+        "axo_bench.products",
     ],
     package_dir={"axo": "python/axo", "axo_kernels": "axo_kernels", "axo_bench": "bench"},
     include_package_data=False,  # only what stands here: the source distribution holds bench/tools, a wheel does not

@@ -145,7 +145,7 @@ def measure(
 
     comms = axo.connect(f"{os.environ['WORLD_SIZE']}x1x1x1")
     comm = comms.world
-    groups = {"axo-c10d": dist.group.WORLD}
+    groups: dict[str, Any] = {"axo-c10d": dist.group.WORLD}
     if "gloo" in rivals:
         groups["gloo"] = dist.new_group(backend="gloo")
     peer = mpi.Peer(mpi_folder, comm.rank) if mpi_folder else None

@@ -26,7 +26,8 @@ import axo
 from axo.comm.hosts import simulate
 from axo.grid import Grid
 from axo.matmul.algorithm import Algorithm, Shape
-from axo.matmul.registry import algorithms
+
+from . import algorithms
 
 WAYS = ("overlapped", "blocking", "communication", "products")
 STEPPED = ("cannon", "summa", "tesseract")  # q steps on a q x q grid, each of which sends and multiplies

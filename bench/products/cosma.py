@@ -1,6 +1,6 @@
 """COSMA's product (Kwasniewski et al., 2019): any grid, and of all grids the one that moves least for the shape.
 
-    A, B and C as in Agarwal's algorithm (``axo.matmul.agarwal``), on a grid x, y, z of any sizes
+    A, B and C as in Agarwal's algorithm (``agarwal.py``), on a grid x, y, z of any sizes
 
     each rank multiplies one cuboid of the m k n scalar products: [m/z, k/y] by [k/y, n/x]
     gather what the cuboid's two faces of A and B lack, multiply, scatter the sums of its face of C
@@ -15,7 +15,8 @@ Not here: rounds with smaller buffers where memory is short; which grid is best 
 from __future__ import annotations
 
 from axo.grid import Grid
-from axo.matmul.agarwal import Agarwal
+
+from .agarwal import Agarwal
 
 
 class Cosma(Agarwal):

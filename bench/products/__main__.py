@@ -1,4 +1,4 @@
-"""Which distributed product moves least, and which is fastest? Every algorithm of ``axo.matmul.algorithms``, alike.
+"""Which distributed product moves least, and which is fastest? Every algorithm of ``algorithms``, alike.
 
     axo bench products                                        # counts and predictions: arithmetic, in a second
     axo bench products --plot docs/img/products.png           # and a picture of volume against shape
@@ -10,7 +10,7 @@ it, from the bandwidth of each axis (equation 10), without the products.
 
 With ``--measure`` every algorithm runs on all its grids (its best, if it takes any) in turns; ``--limit`` holds what
 leaves a rank to a rate. ``ms`` is with overlap, ``blocking`` without, ``communication`` and ``products`` are each alone
-(``bench/lib/product_times.py``). ``hidden`` is the share of what could be hidden by steps that was. ``predicted`` knows
+(````times.py````). ``hidden`` is the share of what could be hidden by steps that was. ``predicted`` knows
 this machine by three figures, fitted to the rows of the first shape.
 """
 
@@ -24,7 +24,8 @@ from typing import Any
 
 from axo.grid import Grid
 from axo.matmul.algorithm import Algorithm, Shape, Transfer
-from axo.matmul.registry import algorithms
+
+from . import algorithms
 
 RANKS = (4, 8, 16, 27, 64)
 SHAPES = {"square": Shape(4096, 4096, 4096), "tall": Shape(65536, 4096, 4096), "flat": Shape(1024, 4096, 16384)}
@@ -130,9 +131,9 @@ def measure(options: argparse.Namespace, shapes: dict[str, Shape], header: dict[
     """Time every algorithm on its grids; return how many elements were wrong."""
     from axo.launch import launch_local
 
-    from .lib import product_times as clock
-    from .lib.table import Table
-    from .papers.calibrate import spearman
+    from ..lib.table import Table
+    from ..papers.calibrate import spearman
+    from . import times as clock
 
     cases = []
     for shape in shapes.values():
@@ -230,9 +231,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a product is wrong."""
     import torch
 
-    from .lib.arguments import Parser
-    from .lib.link import rate
-    from .lib.table import Table, environment
+    from ..lib.arguments import Parser
+    from ..lib.link import rate
+    from ..lib.table import Table, environment
 
     parser = Parser("axo bench products", __doc__, json=True)
     parser.add_argument("--ranks", type=_numbers, default=list(RANKS), help="such as 4,8,64")

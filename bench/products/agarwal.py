@@ -13,16 +13,15 @@ instead, which saves the gathers of activations. Shards are padded to the longes
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from axo.grid import Grid
 from axo.matmul.algorithm import BACKWARD, FORWARD, Algorithm, Layout, Shape, Transfer, chunk, dropped, part
+from axo.matmul.axonn import scatter, start_gather
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from axo.comm.communicator import Communicator
     from axo.comm.connect import Communicators
 
 
@@ -68,25 +67,3 @@ class Agarwal(Algorithm):
         g, groups = grid.size(axis), grid.size(rows_over) * grid.size(columns_over)
         padded = sum(g * chunk(part(size[0], grid.size(rows_over), i), g) for i in range(grid.size(rows_over)))
         return Transfer(phase, op, axis, groups, groups * g * (g - 1), (g - 1) * padded * size[1])
-
-
-def start_gather(comm: Communicator, shard: Tensor, rows: int) -> Callable[[], Tensor]:
-    """Start to gather the shards of a block of ``rows`` rows; calling the result gives the block."""
-    if comm.size == 1:
-        return lambda: shard
-    step = chunk(rows, comm.size)
-    padded = shard.new_zeros(step, shard.shape[1])
-    padded[: shard.shape[0]] = shard
-    work = comm.all_gather(padded, async_op=True)
-    return lambda: work.wait().reshape(comm.size * step, shard.shape[1])[:rows]
-
-
-def scatter(comm: Communicator, block: Tensor) -> Tensor:
-    """Sum ``block`` over the ranks and keep this rank's rows of it."""
-    if comm.size == 1:
-        return block
-    rows = block.shape[0]
-    step = chunk(rows, comm.size)
-    padded = block.new_zeros(comm.size * step, block.shape[1])
-    padded[:rows] = block
-    return comm.reduce_scatter(padded).reshape(step, block.shape[1])[: part(rows, comm.size, comm.rank)]

@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from axo.grid import Coords, Grid
-from axo.matmul import cannon
 from axo.matmul.algorithm import (
     BACKWARD,
     FORWARD,
@@ -29,6 +28,8 @@ from axo.matmul.algorithm import (
     start_broadcast,
     whole_elements,
 )
+
+from . import cannon
 
 if TYPE_CHECKING:
     from torch import Tensor
