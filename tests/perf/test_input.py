@@ -180,7 +180,6 @@ def test_hugging_face_and_litgpt_agree(tmp_path: Path) -> None:
             {"model_type": "jamba", "num_hidden_layers": 1},
             r"model_type='jamba' is not one attention and an MLP",
         ),
-        ({"model_type": "gpt_oss", "num_hidden_layers": 1}, r"holds router \(GptOssTopKRouter\), which the planner"),
         ({"model_type": "t5", "num_key_value_heads": None}, "is_encoder_decoder=True, and only decoders are known"),
         ({"model_type": "llama-9"}, "model_type='llama-9' is none that transformers"),
         ({"model_type": None}, "the configuration has no model_type"),
@@ -216,6 +215,9 @@ PUBLIC = {  # fields of the config.json of public models, and the parameters tha
                            "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536,
                            "moe_num_shared_experts": 2, "vocab_size": 103424, "moe_layer_start_index": 1,
                            "moe_layer_end_index": 27, "tie_word_embeddings": True}, 21.83),
+    "gpt-oss-20b": ({"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+                     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+                     "num_experts_per_tok": 4, "vocab_size": 201088}, 20.91),
     "phi-3": ({"model_type": "phi3"}, 3.821),
     "opt-125m": ({"model_type": "opt"}, 0.1252),
 }  # fmt: skip

@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from axo.perf.workload import Experts, Workload, gpt
@@ -109,7 +110,6 @@ def build(fields: Mapping[str, Any], name: str) -> Any:
 
     try:
         import transformers
-        from transformers.modeling_utils import no_init_weights
     except ImportError:
         raise ValueError(f"model {name!r}: a config.json is built by transformers; pip install transformers") from None
     if kind not in transformers.CONFIG_MAPPING:
@@ -124,7 +124,7 @@ def build(fields: Mapping[str, Any], name: str) -> Any:
         config = config_class.from_dict(dict(fields))
         if config.is_encoder_decoder:
             raise ValueError("is_encoder_decoder=True, and only decoders are known")
-        with warnings.catch_warnings(), torch.device("meta"), no_init_weights():
+        with warnings.catch_warnings(), torch.device("meta"), _without_values():
             warnings.simplefilter("ignore")
             model = transformers.AutoModelForCausalLM.from_config(config)
         model.tie_weights()
@@ -134,6 +134,14 @@ def build(fields: Mapping[str, Any], name: str) -> Any:
     finally:
         transformers.logging.set_verbosity(verbose)
     return model
+
+
+def _without_values() -> AbstractContextManager[None]:
+    """Spare the first values, which thousands of layers on the meta device would compute."""
+    from transformers import modeling_utils
+
+    spare: Callable[[], AbstractContextManager[None]] = getattr(modeling_utils, "no_init_weights", nullcontext)
+    return spare()
 
 
 def _check_fields(known: Mapping[str, Any], fields: Mapping[str, Any], name: str, kind: str) -> None:
@@ -223,8 +231,11 @@ def _block(block: nn.Module, hidden: int, config: Any, owner: str) -> _Block:
     )  # fmt: skip
 
 
-def _leaves(module: Any, owner: str) -> tuple[dict[str, Any], list[int]]:
-    """The linear layers under ``module`` by name, and the widths of its norms; small vectors are left out."""
+def _leaves(module: Any, owner: str, experts: int = 0) -> tuple[dict[str, Any], list[int]]:
+    """The linear layers under ``module`` by name, and the widths of its norms; small vectors are left out.
+
+    ``experts``: so many, whose weights lie in one tensor, and a router's of as many rows, are no layers.
+    """
     linears, widths = dict[str, Any](), list[int]()
     for path, leaf in module.named_modules():
         kind = _kind(leaf)
@@ -232,7 +243,10 @@ def _leaves(module: Any, owner: str) -> tuple[dict[str, Any], list[int]]:
             linears[path] = leaf
         elif kind == "norm":
             widths.append(leaf.weight.numel())
-        elif kind and any(parameter.squeeze().dim() > 1 for parameter in leaf.parameters(recurse=False)):
+        elif kind and any(
+            parameter.squeeze().dim() > 1 and not (experts and parameter.shape[0] == experts)
+            for parameter in leaf.parameters(recurse=False)
+        ):
             raise ValueError(f"{owner} holds {path or 'itself'} ({kind}), which the planner does not know")
     return linears, widths
 
@@ -242,7 +256,8 @@ def _mlp(module: Any, hidden: int, config: Any, owner: str) -> tuple[bool, int, 
     from torch import nn
 
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) > 1]
-    if not lists:
+    stacked = [weight for weight in module.parameters() if weight.dim() == 3]
+    if not lists and not stacked:
         linears = list(_leaves(module, owner)[0].values())
         down = next((linear for linear in linears if _sizes(linear)[0] != hidden), linears[-1])
         width, out = _sizes(down)
@@ -250,19 +265,23 @@ def _mlp(module: Any, hidden: int, config: Any, owner: str) -> tuple[bool, int, 
         if out != hidden or into not in (width, 2 * width):
             raise ValueError(f"{owner} has an MLP ({type(module).__name__}) that is not two or three layers")
         return into == 2 * width, width, None, getattr(down, "bias", None) is not None
-    each = {_mlp(one, hidden, config, owner) for one in lists[0]}
     per_token = next((getattr(config, field) for field in _PER_TOKEN if getattr(config, field, None)), 0)
-    if len(lists) > 1 or len(each) > 1 or not per_token:
-        what = "no field says how many experts a token goes through" if not per_token else "its experts differ"
-        raise ValueError(f"{owner} is a mixture of experts, and {what}")
-    ((gated, width, _, bias),) = each
-    if not gated:
-        raise ValueError(f"{owner} has experts that are not gated; they are not modelled")
-    routed = set(lists[0].modules())
+    if not per_token:
+        raise ValueError(f"{owner} is a mixture of experts, and no field says how many a token goes through")
+    count = len(lists[0]) if lists else stacked[0].shape[0]
+    if lists:
+        each = {_mlp(one, hidden, config, owner) for one in lists[0]}
+        gated, width, _, bias = next(iter(each))
+    else:  # their weights lie in one tensor, those into the MLP's width and those out of it
+        each = {(True, sum(weight.numel() for weight in stacked) // (3 * hidden * count), None, False)}
+        gated, width, _, bias = next(iter(each))
+    if len(lists) > 1 or len(each) > 1 or not gated:
+        raise ValueError(f"{owner} has experts that differ, or that are not gated; they are not modelled")
+    routed = set(lists[0].modules()) if lists else set()
+    _leaves(module, owner, count)
     beside = [leaf for leaf in module.modules() if _kind(leaf) == "Linear" and leaf not in routed]
-    shared = [linear for linear in beside if _sizes(linear)[1] not in (1, len(lists[0]))]  # others choose experts
-    _leaves(module, owner)
-    return True, width, Experts(len(lists[0]), per_token, width, _sizes(shared[-1])[0] if shared else 0), bias
+    shared = [linear for linear in beside if _sizes(linear)[1] not in (1, count)]  # others choose experts
+    return True, width, Experts(count, per_token, width, _sizes(shared[-1])[0] if shared else 0), bias
 
 
 def _check_count(found: Workload, model: Any, name: str) -> None:
