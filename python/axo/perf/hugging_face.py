@@ -29,7 +29,7 @@ _PARTS = re.compile(r"expert|moe|lora_rank")  # fields that a class which does n
 _MOST_MISSED = 1e-3  # share of a model's parameters that small vectors (scales, routers' biases) may have uncounted
 
 
-class _Block(NamedTuple):
+class _BlockParts(NamedTuple):
     """What one block is, by its modules."""
 
     qkv: int
@@ -176,7 +176,7 @@ def _sizes(linear: Any) -> tuple[int, int]:
     return (rows, columns) if type(linear).__name__ == "Conv1D" else (columns, rows)
 
 
-def _blocks(model: Any, name: str) -> Iterator[_Block]:
+def _blocks(model: Any, name: str) -> Iterator[_BlockParts]:
     from torch import nn
 
     config = model.config
@@ -191,7 +191,7 @@ def _blocks(model: Any, name: str) -> Iterator[_Block]:
         yield _block(block, hidden, config, f"model {name!r}: block {index}, a {type(block).__name__},")
 
 
-def _block(block: nn.Module, hidden: int, config: Any, owner: str) -> _Block:
+def _block(block: nn.Module, hidden: int, config: Any, owner: str) -> _BlockParts:
     from torch import nn
 
     parts = {child: module for child, module in block.named_children() if any(True for _ in module.parameters())}
@@ -224,7 +224,7 @@ def _block(block: nn.Module, hidden: int, config: Any, owner: str) -> _Block:
     both = len(norms) == 4 or not any("input" in child or "1" in child or "pre" in child for child in norms)
     behind = both and sum(post) == 2
     vectors = len(list(parts[norms[0]].parameters())) if norms else 1
-    return _Block(
+    return _BlockParts(
         qkv, heads, kv_heads, head_size, any(linear.bias is not None for linear in queries), bias, norm_qk,
         len(norms) - 2 * behind, (behind, behind), "layernorm" if vectors == 2 else "rmsnorm", gated, intermediate,
         experts,
