@@ -118,6 +118,7 @@ def install(folder: str | os.PathLike | None) -> Gpu:
     """Give this process the stand-in GPU; ranks with the same ``folder`` reach each other. None: ranks are threads."""
     if folder is not None:
         os.environ["AXO_STANDIN_PEERS"] = str(folder)
+    os.environ["AXO_STANDIN_LIBRARIES"] = str(BUILT / "cuda")
     os.environ["AXO_NCCL_LIBRARY"] = str(BUILT / "cuda/libnccl.so.2")
     for name in ("libcudart.so.12", "libcuda.so.1"):
         ctypes.CDLL(str(BUILT / "cuda" / name))  # Axo takes the copy that the process has loaded

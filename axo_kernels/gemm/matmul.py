@@ -18,7 +18,16 @@ import torch
 import torch.nn.functional as F
 
 from axo_kernels import device as devices
-from axo_kernels.gemm.layout import Product, as_row_major, autocast, check_offsets, folded_rows, product_of
+from axo_kernels.gemm.layout import (
+    Product,
+    as_row_major,
+    autocast,
+    check_offsets,
+    folded_rows,
+    overlaps_itself,
+    product_of,
+    share_memory,
+)
 from axo_kernels.gemm.tiles import Config, Target, cut_to_fit, default_config, purpose_of, shrink, split_short
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "silu_gate")
@@ -37,8 +46,8 @@ class Epilogue:
     out_dtype: torch.dtype | None = None
     gate: torch.Tensor | None = None
 
-    def check(self, product: Product, a: torch.Tensor) -> None:
-        """Refuse what does not fit the product or together.
+    def check(self, product: Product, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Refuse what does not fit the product of a and b, or together.
 
         Raises:
             ValueError: The message says what would.
@@ -65,6 +74,14 @@ class Epilogue:
                 raise ValueError(f"matmul: out has shape {tuple(out.shape)}; the product has {shape}")
             if self.out_dtype not in (None, out.dtype):
                 raise ValueError(f"matmul: out is {out.dtype} and out_dtype is {self.out_dtype}; leave out_dtype away")
+            if overlaps_itself(out):
+                raise ValueError(
+                    f"matmul: out of shape {shape} has strides {out.stride()}, so that elements share memory; give room"
+                    " of its own to each (torch.empty)"
+                )
+            for tensor, name in ((a, "a"), (b, "b"), (bias, "bias"), (gate, "gate")):
+                if tensor is not None and share_memory(out, tensor):
+                    raise ValueError(f"matmul: out lies on {name}, which is read while out is written; give other room")
         if self.out_dtype is not None and not getattr(self.out_dtype, "is_floating_point", False):
             raise ValueError(f"matmul: out_dtype={self.out_dtype} is not a floating-point type")
 
@@ -110,7 +127,7 @@ def matmul(
     if backend not in BACKENDS:
         raise ValueError(f"matmul: backend={backend!r}; use one of {', '.join(map(repr, BACKENDS))}")
     epilogue = Epilogue(out, bias, activation, accumulate, out_dtype, gate)
-    epilogue.check(product, a)
+    epilogue.check(product, a, b)
     triton_runs = devices.runs_triton(a.device)
     if backend == "triton" and not triton_runs:
         raise ValueError(
@@ -263,6 +280,11 @@ def _launch(
         raise ValueError(
             f"matmul {product.name}: configuration '{config.name}' does not fit {target.arch} ({needed} of "
             f"{target.shared_bytes} bytes of shared memory); use a smaller tile or fewer stages, or backend='vendor'"
+        )
+    if config.split_k > 1 and product.batch > 1:
+        raise ValueError(
+            f"matmul {product.name}: configuration '{config.name}' cuts K in {config.split_k}, of one matrix only; use"
+            " one with split_k=1"
         )
     tiles_m = math.ceil(product.m / config.block_m)
     tiles = tiles_m * math.ceil(product.n / config.block_n) * product.batch * config.split_k

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from axo import files
 from axo.cli.output import check_file, is_stdout, say, show_table, write
 from axo.grid import Grid
 
@@ -432,8 +432,8 @@ def _plan_file(path: Path) -> Any:
         ValueError: It cannot be read.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return files.parse_json(files.read_text(path))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a plan: {' '.join(str(error).split())[:200]}") from None
 
 

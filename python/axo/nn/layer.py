@@ -25,7 +25,7 @@ from axo.matmul import cost, engine_cost
 from axo.nn import chain, torch_utils
 from axo.nn.generator import source_generator
 from axo.overlap.exchange import Exchange
-from axo.placement import Placement
+from axo.placement import Placement, is_split
 from axo.sharding import gather_features, unshard
 
 
@@ -243,7 +243,7 @@ class ParallelLayer(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        gathered = [] if keep_vars else [name for name, where in self.placements.items() if torch_utils.is_split(where)]
+        gathered = [] if keep_vars else [name for name, where in self.placements.items() if is_split(where)]
         if any(not getattr(self, name).is_meta for name in gathered):
             all_call(self.comms, "model.state_dict()")
         for name, placement in self.placements.items() if not keep_vars else ():

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "n_experts_per_token")
 _OUT = re.compile(r"(^|\.)(o_proj|out_proj|c_proj|dense|wo)$")  # how classes call the layer behind the heads
 _SIZES = re.compile(r"expert|moe|hidden|intermediate|heads|layers|head_dim|lora_rank|vocab|groups")
+_MOST_LAYERS, _MOST_MODULES, _MOST = 2048, 200_000, 10**8  # modules are built one by one
 _PARTS = re.compile(r"expert|moe|lora_rank")  # fields that a class which does not read them has no such part for
 _MOST_MISSED = 1e-3  # share of a model's parameters that small vectors (scales, routers' biases) may have uncounted
 
@@ -126,7 +127,7 @@ def build(fields: Mapping[str, Any], name: str) -> Any:
             raise ValueError("is_encoder_decoder=True, and only decoders are known")
         with warnings.catch_warnings(), torch.device("meta"), _without_values():
             warnings.simplefilter("ignore")
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         model.tie_weights()
     except Exception as error:  # a class may refuse its values in any way
         reason = " ".join(str(error).split())[:200]
@@ -145,7 +146,13 @@ def _without_values() -> AbstractContextManager[None]:
 
 
 def _check_fields(known: Mapping[str, Any], fields: Mapping[str, Any], name: str, kind: str) -> None:
-    """Refuse sizes that are none, and sizes that the class would not read."""
+    """Refuse sizes that are none, that no model has, and sizes that the class would not read."""
+    layers, experts = (
+        max((value for field, value in fields.items() if type(value) is int and re.search(what, field)), default=1)
+        for what in (r"layers?$", r"experts$")
+    )
+    if layers > _MOST_LAYERS or layers * experts > _MOST_MODULES:
+        raise ValueError(f"model {name!r}: {layers} layers and {experts} experts are more than any model has")
     for field, value in fields.items():
         if not _SIZES.search(field) or field.startswith(("output_", "use_", "tie_")):
             continue
@@ -153,6 +160,8 @@ def _check_fields(known: Mapping[str, Any], fields: Mapping[str, Any], name: str
         whole, sized = (type(one) is int for one in (value, default))
         if isinstance(value, str) or (sized and default > 0 and value is not None and not (whole and value > 0)):
             raise ValueError(f"model {name!r}: {field}={value!r} is not a whole number of at least 1")
+        if whole and value > _MOST:
+            raise ValueError(f"model {name!r}: {field}={value!r} is more than any model has")
         if _PARTS.search(field) and field not in known and whole and value > 0:
             raise ValueError(
                 f"model {name!r}: {field}={value!r} is no field of transformers' {kind}, which would build another"

@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from axo import files
 from axo.grid import Grid
 
 # Flops of a fused attention kernel for each byte that memory could move in its time, fitted as ``ASSUMED`` says. Its
@@ -243,13 +244,17 @@ def measured_here() -> str:
 @cache
 def _read(path: Path) -> Machine:
     try:
-        return _MachineReader(path, yaml.compose(path.read_text(encoding="utf-8"), Loader=_LOADER)).machine()
+        try:
+            text = files.read_text(path)
+            files.check_yaml(text)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
+            raise ValueError(f"machine file {path}: {why}") from None
+        return _MachineReader(path, yaml.compose(text, Loader=_LOADER)).machine()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}" if mark else "somewhere"
         raise ValueError(f"machine file {path}, {where}: not YAML: {getattr(error, 'problem', error)}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"machine file {path}: not text, from byte {error.start} on") from None
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -295,15 +300,18 @@ class _MachineReader:
             self.lines[name], self.nodes[name] = line, value
             try:
                 self.values[name] = loader.construct_object(value, deep=True)
-            except ValueError as error:  # a date that there is not, a number of thousands of digits
+            except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError) as error:
+                # a date that there is not, a number of thousands of digits or, with !!int, of none
                 raise self.fail(name, str(error)) from None
 
     def fail(self, name: str, what: str, line: int = 0) -> ValueError:
-        return ValueError(f"machine file {self.path}, line {line or self.lines.get(name, 1)}, field {name!r}: {what}")
+        return ValueError(
+            f"machine file {self.path}, line {line or self.lines.get(name, 1)}, field {files.shown(name)}: {what}"
+        )
 
     def number(self, name: str, value: Any, *, zero: bool = False, line: int = 0) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_MOST <= value <= _MOST:
-            raise self.fail(name, f"{_short(value)} is not a number", line)
+            raise self.fail(name, f"{files.shown(value)} is not a number", line)
         if value < 0 or (value == 0 and not zero):
             raise self.fail(name, f"{value!r} must be above 0", line)
         return float(value)
@@ -317,7 +325,7 @@ class _MachineReader:
                 raise self.fail(name, "is missing")
         gpus = self.values["gpus_per_node"]
         if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= _MOST_A_NODE:
-            raise self.fail("gpus_per_node", f"{_short(gpus)} is not a whole number from 1 to {_MOST_A_NODE}")
+            raise self.fail("gpus_per_node", f"{files.shown(gpus)} is not a whole number from 1 to {_MOST_A_NODE}")
         numbers = {
             name: self.number(name, self.values[name], zero=name.startswith(_MAY_BE_ZERO))
             for name in _NUMBERS
@@ -332,7 +340,7 @@ class _MachineReader:
         numbers |= {name: ASSUMED[name] for name in assumed}
         rows = self.values.get("calibrated_on") or []
         if not isinstance(rows, list):
-            raise self.fail("calibrated_on", f"{_short(rows)} is not a list of what was measured")
+            raise self.fail("calibrated_on", f"{files.shown(rows)} is not a list of what was measured")
         return Machine(
             name=str(self.values.get("name", self.path.stem)),
             gpus_per_node=gpus,
@@ -354,7 +362,7 @@ class _MachineReader:
 
     def table(self, name: str, value: Any) -> dict[tuple[int, int], float]:
         if not isinstance(value, dict):
-            raise self.fail(name, f"{_short(value)} is not a table of INNERxSIZE: GB/s")
+            raise self.fail(name, f"{files.shown(value)} is not a table of INNERxSIZE: GB/s")
         table = {}
         lines = [key.start_mark.line + 1 for key, _ in self.nodes[name].value] if value else []
         if len(lines) != len(value):
@@ -362,7 +370,7 @@ class _MachineReader:
         for (key, bandwidth), line in zip(value.items(), lines, strict=True):
             parts = str(key).split("x")
             if len(parts) != 2 or not all(part.isdecimal() and 0 < int(part) <= _MOST for part in parts):
-                raise self.fail(name, f"{_short(key)} is not of the form INNERxSIZE, such as 2x4", line)
+                raise self.fail(name, f"{files.shown(key)} is not of the form INNERxSIZE, such as 2x4", line)
             table[int(parts[0]), int(parts[1])] = self.number(name, bandwidth, line=line)
         return table
 
@@ -374,13 +382,7 @@ class _MachineReader:
         for row, node in zip(rows, self.nodes["gemms"].value if rows else [], strict=True):
             line = node.start_mark.line + 1
             if not isinstance(row, dict) or not {"m", "k", "n", "tflops"} <= set(row):
-                raise self.fail("gemms", f"{_short(row)} lacks one of m, k, n, tflops", line)
+                raise self.fail("gemms", f"{files.shown(row)} lacks one of m, k, n, tflops", line)
             m, k, n, tflops = (self.number("gemms", row[part], line=line) for part in ("m", "k", "n", "tflops"))
             found.append(Gemm(math.ceil(m), math.ceil(k), math.ceil(n), tflops))
         return tuple(found)
-
-
-def _short(value: Any) -> str:
-    """A value as a message shows it."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

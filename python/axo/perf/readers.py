@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 import math
 import sys
 from collections.abc import Iterable, Mapping
@@ -25,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from axo import files
 from axo.perf.workload import ACTIVATION, Block, Experts, Layer, Workload, gpt, unet
 
 _DATA = Path(__file__).parent / "data"
@@ -83,19 +83,22 @@ def _from_file(path: Path, seq_length: int | None) -> Workload:
     if not path.is_file():
         raise ValueError(f"model file {str(path)!r} does not exist")
     try:
-        text = path.read_text(encoding="utf-8")
-        fields = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        text = files.read_text(path)
+        fields = files.parse_json(text) if path.suffix == ".json" else files.parse_yaml(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"model file {path}: {' '.join(str(error).split())}") from None
     if not isinstance(fields, Mapping):
         raise ValueError(f'model file {path}: expected fields such as "hidden_size", got a {type(fields).__name__}')
     name = path.parent.name or path.stem
-    if "n_embd" in fields and "padded_vocab_size" in fields:
-        read = from_litgpt({"name": name, **fields}, seq_length=seq_length)
-        return replace(read, trained_as=str(path), file=str(path))
-    from axo.perf import hugging_face
+    try:
+        if "n_embd" in fields and "padded_vocab_size" in fields:
+            read = from_litgpt({"name": name, **fields}, seq_length=seq_length)
+            return replace(read, trained_as=str(path), file=str(path))
+        from axo.perf import hugging_face
 
-    return replace(hugging_face.read(fields, name=name, seq_length=seq_length), file=str(path))
+        return replace(hugging_face.read(fields, name=files.cut(name, 200), seq_length=seq_length), file=str(path))
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
+        raise ValueError(f"model file {path}: {error}") from None
 
 
 def _from_litgpt_name(name: str, seq_length: int | None) -> Workload:
@@ -255,7 +258,7 @@ def _field(config: Mapping[str, Any], name: str, *names: str) -> int:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         if value is not None:
-            raise ValueError(f"model {name!r}: {field}={value!r} is not a whole number of at least 1")
+            raise ValueError(f"model {name!r}: {field}={files.shown(value)} is not a whole number of at least 1")
     raise ValueError(f"model {name!r}: the configuration has no {' or '.join(names)}")
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import yaml
 
+from axo import files
 from axo.perf.readers import litgpt_fields, litgpt_module
 
 if TYPE_CHECKING:
@@ -127,8 +128,8 @@ def _from_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"model: the file {path} {'is no file' if path.exists() else 'does not exist'}")
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))  # YAML holds JSON
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        loaded = files.parse_yaml(files.read_text(path))  # YAML holds JSON
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"model: {path} is neither YAML nor JSON: {error}") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"model: {path} holds no fields; write lines such as 'n_layer: 4' (see litgpt.Config)")
@@ -150,10 +151,12 @@ def _from_name(name: str) -> dict[str, Any]:
 
 def _parse(field: str, value: Any) -> Any:
     try:
-        return yaml.safe_load(value) if isinstance(value, str) else value
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or "it ends too early"
-        raise ValueError(f"model: {field}={value!r} is not YAML: {problem}") from None
+        return files.parse_yaml(value) if isinstance(value, str) else value
+    except (ValueError, yaml.YAMLError) as error:
+        problem = (
+            str(error) if isinstance(error, ValueError) else getattr(error, "problem", None) or "it ends too early"
+        )
+        raise ValueError(f"model: {field}={files.shown(value)} is not YAML: {problem}") from None
 
 
 def _check_fields(model: str, fields: Mapping[str, Any]) -> None:

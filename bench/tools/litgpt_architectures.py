@@ -1,4 +1,6 @@
-"""``axo litgpt architectures [--grid 4x2x1x1]``: which of LitGPT's configurations run on a grid, which do not, and why.
+"""Which of LitGPT's configurations run on a grid, which do not, and why?
+
+    python -m bench.tools.litgpt_architectures --grid 4x2x1x1
 
 Each configuration of LitGPT's list is built with its real sizes, on the meta device and with few layers, and the plan
 is asked what it would refuse. Nothing is trained, no rank is started: seconds, on any machine.
@@ -9,12 +11,15 @@ have the same one.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
 import torch
 
 from axo.grid import Grid
+
+from ..lib.arguments import Parser
 
 # What chooses code: taken as it is, or only whether it is set.
 _KINDS = (
@@ -113,3 +118,15 @@ def report(grid: Grid) -> str:
     if refused:
         lines += ["", "refused:", *(f"  {why}" for why in refused.values())]
     return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the report."""
+    parser = Parser("python -m bench.tools.litgpt_architectures", __doc__)
+    parser.add_argument("--grid", type=Grid.parse, default=Grid(), help="XxYxZxDATA")
+    print(report(parser.parse_args(arguments).grid))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

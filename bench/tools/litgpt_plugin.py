@@ -1,6 +1,6 @@
 """A pytest plugin: run LitGPT's own tests, such as ``tests/test_model.py``, unchanged, on models that a grid shares.
 
-    torchrun --nproc-per-node 2 -m pytest -p axo.integrations.pytest_litgpt --axo-grid 2x1x1x1 tests/test_model.py
+    torchrun --nproc-per-node 2 -m pytest -p bench.tools.litgpt_plugin --axo-grid 2x1x1x1 tests/test_model.py
 
 ``litgpt.GPT``, and the ones of LoRA and adapters, are replaced by classes that split themselves over the grid as soon
 as they are built: whole weights are cut when they are loaded, ``state_dict()`` and logits come back whole, and tests
