@@ -21,7 +21,6 @@ verdicts. ``--dry`` walks through the same code on a CPU at toy sizes; its times
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -35,15 +34,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from axo_kernels import SignalTimeout, matmul
+from axo_kernels import SignalTimeout
 from axo_kernels import device as devices
 from axo_kernels.fused.chunks import chunk_order
 from axo_kernels.fused.fp8 import SCALINGS
 from axo_kernels.fused.segments import SegmentedProduct
 from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm import tiles
-from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shapes
-from axo_kernels.gemm.matmul import describable
+from axo_kernels.gemm.layout import LAYOUTS, Product
 from axo_kernels.gemm.tiles import HOPPER, TRIED, Config
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.error_line import in_a_line
@@ -53,23 +51,20 @@ from axo_kernels.tune.timing import relative_error
 from axo_kernels.tune.trust import Trust
 
 from . import gemm, overlap
-from .lib import fp8
+from .lib import compiled, fp8
 from .lib import verdicts as judge
 from .lib.arguments import Parser
 from .lib.attempts import bounded, case, end, end_with_parent, works
-from .lib.numerics import ROUNDING_LIMITS, numerics
+from .lib.launches import TRIAL_SIZES, launches
+from .lib.numerics import numerics
 from .lib.simulated import SimulatedCommunicator
 from .lib.table import LEFT_OUT, Table, environment, rows_to_go_on_with, trace_of
 from .lib.trials import OutOfTimeError, Trial
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
 HOPPER_SECTION = "the kernel for Hopper"
-# Of each class of shapes (tune/trust.py) that the products below have, one at least: what hangs is to hang in a process
-# of its own. Then borders: with one tile a program, with short sums, with several tiles a program.
-TRIAL_SIZES: tuple[tuple[int, int, int], ...] = (
-    (512, 768, 1024), (128, 256, 64), (2048, 2048, 1024), (2048, 3072, 512), (4096, 4096, 4096),
-    (1000, 1016, 1032), (8, 8, 8), (3000, 5000, 1032),
-)  # fmt: skip
+# What is compiled ahead (lib/launches.py), and the sections that launch it; "gemm" is the products.
+COMPILED = {"numerics": {"numerics"}, "fused": {"strategies", "rounds", "graphs", "silence"}, "fp8": {"fp8"}}
 SECTION_SECONDS, CASE_SECONDS = 100.0, 60.0  # of a section, and of a product or a case, that does not hang
 OVERLAP_SECONDS, FP8_SECONDS = 40.0, 15.0  # kept for them before the products begin
 QUIET = 75.0  # seconds after which a trial hangs that has said nothing: what it compiles takes less
@@ -84,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="walk through on a CPU")
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1), help="compiling processes")
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)  # N/M: compile the N-th of M parts, and end
+    parser.add_argument("--of", default="", help=argparse.SUPPRESS)  # sections whose kernels are compiled
     parser.add_argument("--grouped", default="", help=argparse.SUPPRESS)  # a layout: try the kernel for Hopper, and end
     parser.add_argument("--without", default="", help=argparse.SUPPRESS)  # its tiles that are not tried, by name
     parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)  # on a machine that has compiled all
@@ -95,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         end_with_parent()
     if options.compile:
         part, parts = (int(number) for number in options.compile.split("/"))
-        compile_part(device, part, parts)
+        compile_part(device, part, parts, options.of.split(","))
         return 0
     if options.grouped:
         try:
@@ -113,12 +109,18 @@ def main(arguments: list[str] | None = None) -> int:
     verdicts: dict[str, bool | str] = {}
     trials: dict[str, Trial] = {}
     tiles.HOPPER = left_of_hopper(earlier)  # the tuner would hang where a trial did, or a run before
+    products = shapes(options.dry)
+    measured = {row["product"] for row in earlier if "tuned_ratio" in row and not row.get("unfinished")}
+    waiting = {what for what, parts in COMPILED.items() if not parts <= ended}
+    if any(product.name not in measured for product in products):
+        waiting.add("gemm")
     if not options.dry:
-        # in the first run on a machine they fill the cache as well
-        if tiles.HOPPER and not (options.again and HOPPER_SECTION in ended):
+        # they fill the cache as well, which is gone with the machine that a run before was on
+        if tiles.HOPPER and (HOPPER_SECTION not in ended or ("gemm" in waiting and not options.again)):
             trials = {layout: _trial(layout, _left_out()) for layout in LAYOUTS}
-        if not options.again:
-            compile_ahead(options.jobs, 0.25 * options.seconds)
+        if waiting and not options.again:
+            jobs = options.jobs if not compiled.brought_along() else min(2, options.jobs)  # where there is little to do
+            compile_ahead(jobs, 0.25 * options.seconds, sorted(waiting))
             print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
     print(json.dumps(known))
     failed = [row for row in earlier if "failed" in row]
@@ -149,11 +151,13 @@ def main(arguments: list[str] | None = None) -> int:
             left.append(name)
     for trial in trials.values():
         trial.kill()  # where the section had no turn
+    unfinished = ""
     if HOPPER_SECTION in table.failed or HOPPER_SECTION in left:  # what has not been tried to its end may hang
+        unfinished = HOPPER_SECTION if HOPPER_SECTION in left else ""  # its rows are measured again, by the next run
         tiles.HOPPER = ()
     latest = {row["check"]: row for row in table.rows}.values()
-    unfinished = left or any(what.split(": ")[0] in sections for what in table.failed)
-    verdicts["all results right"] = not unfinished and all(row["error"] < row["limit"] for row in latest)
+    wrong = left or any(what.split(": ")[0] in sections for what in table.failed)
+    verdicts["all results right"] = not wrong and all(row["error"] < row["limit"] for row in latest)
 
     def measure(name: str, table: Table, call: Callable[[], int]) -> None:
         counts: list[int] = []
@@ -167,8 +171,9 @@ def main(arguments: list[str] | None = None) -> int:
     rest = options.seconds - spent
     # products take all that there is, and what comes behind them has goals too
     share = max(0.4 * rest, rest - OVERLAP_SECONDS - FP8_SECONDS)
-    measure("gemm", speed, partial(gemm.measure, _shapes(options.dry), device, speed, 7, TRIED, share, CASE_SECONDS))
-    verdicts |= judge.speed(speed.rows, _gpt_shapes(), devices.target_of(device).units)
+    timed = partial(gemm.measure, products, device, speed, 7, TRIED, share, CASE_SECONDS, unfinished)
+    measure("gemm", speed, timed)
+    verdicts |= judge.speed(speed.rows, gpt_shapes(), devices.target_of(device).units)
 
     spent = time.perf_counter() - started
     narrow = Table(fp8.COLUMNS, path, {"bench": "fp8"}, [*failed, *(row for row in earlier if "scaling" in row)])
@@ -181,11 +186,11 @@ def main(arguments: list[str] | None = None) -> int:
     spent = time.perf_counter() - started
     cases = (row for row in earlier if "asked_share" in row)
     hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"}, [*failed, *cases])
-    shapes = [(32, 32, 32)] if options.dry else OVERLAP_SHAPES
+    sizes = [(32, 32, 32)] if options.dry else OVERLAP_SHAPES
     asked = argparse.Namespace(size=4, rounds=3 if options.dry else 9, seconds=options.seconds - spent)
     dtype = torch.float32 if options.dry else torch.bfloat16
     counts = [2, 4] if options.dry else [4, 8]
-    timed = partial(overlap.measure, shapes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, asked, each=CASE_SECONDS)
+    timed = partial(overlap.measure, sizes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, asked, each=CASE_SECONDS)
     measure("overlap", hidden, timed)
     verdicts |= judge.overlap([] if options.dry else hidden.rows, overlap.OPERATIONS, OVERLAP_SHAPES)
     verdicts |= {told: False for one in (table, speed, narrow, hidden) for told in one.failed.values()}
@@ -237,9 +242,11 @@ def _trial(layout: str, without: Iterable[str]) -> Trial:
     return Trial(_command("--grouped", layout, "--without", ",".join(without)))
 
 
-def compile_ahead(jobs: int, seconds: float) -> None:
-    """Fill Triton's cache from several processes; one that fails or is late only leaves compiling to the sections."""
-    workers = [subprocess.Popen(_command("--compile", f"{part}/{jobs}")) for part in range(jobs)]
+def compile_ahead(jobs: int, seconds: float, sections: Iterable[str]) -> None:
+    """Fill Triton's cache with what these sections launch, from several processes; one that fails or is late only
+    leaves compiling to the sections."""
+    named = ",".join(sections)
+    workers = [subprocess.Popen(_command("--compile", f"{part}/{jobs}", "--of", named)) for part in range(jobs)]
     deadline = time.perf_counter() + seconds
     for part, worker in enumerate(workers):
         try:
@@ -250,52 +257,21 @@ def compile_ahead(jobs: int, seconds: float) -> None:
             end(worker)
 
 
-def compile_part(device: torch.device, part: int, parts: int) -> None:
-    """Launch every ``parts``-th of what the sections launch, once."""
-    calls: list[Callable[[], object]] = []
-    table = _Silent()
-    pairs = [(dtype, layout) for dtype in ROUNDING_LIMITS for layout in LAYOUTS]
-    calls += [partial(numerics, device, table, False, [pair]) for pair in pairs]
-    calls += [partial(strategies, device, table, False), partial(rounds, device, table, False, 2)]
-    found: dict[tuple[str, Config], Product] = {}
-    for product in _shapes(False):
-        a, b = (torch.empty(shape, dtype=product.dtype, device="meta") for shape in stored_shapes(product))
-        left, right = as_row_major(a, b, product.layout)
-        described = describable(left, right, left.new_empty((product.m, product.n)), False)
-        for config in tiles.tried(devices.target_of(device), product, described, TRIED):
-            if not config.groups:  # tried in processes of its own
-                found.setdefault((product.layout, config), Product(product.layout, 512, 512, 512, product.dtype))
-    for (layout, config), product in found.items():
-        a, b = (torch.zeros(shape, dtype=product.dtype, device=device) for shape in stored_shapes(product))
-        calls.append(partial(matmul, a, b, layout, backend="triton", config=config))
-    for call in calls[part::parts]:
+def compile_part(device: torch.device, part: int, parts: int, sections: Iterable[str]) -> None:
+    """Launch every ``parts``-th of what these sections launch, once, the longest compilations first."""
+    every = [one for one in launches(device, shapes(False), fp16=False) if one.section in sections]
+    for one in sorted(every, key=lambda one: -one.weight)[part::parts]:
         try:
-            call()
+            one.call()
         except Exception:  # the section itself will say what is wrong, where it has its turn
             traceback.print_exc()
     torch.cuda.synchronize()
 
 
-class _Silent:
-    """Takes a table's rows and shows none; an error it does show."""
+class _Printed:
+    """Takes a table's rows, and prints them as JSON lines."""
 
     failed: ClassVar[dict[str, str]] = {}
-
-    def under_way(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def fail(self, what: str, error: Exception) -> None:
-        print(f"{what}: {trace_of(error)}", file=sys.stderr, flush=True)
-
-    def add(self, **row: object) -> None:
-        pass
-
-    def begins(self, what: str, **values: object) -> None:
-        pass
-
-
-class _Printed(_Silent):
-    """Prints them as JSON lines."""
 
     def add(self, **row: object) -> None:
         print(json.dumps(row), flush=True)
@@ -524,25 +500,21 @@ def silence(device: torch.device, table: Table) -> None:
     table.add(check="a flag that is never set", error=0.0 if told and poisoned else 1.0, limit=0.5)
 
 
-def _gpt_shapes() -> list[Product]:
-    """The layers of the papers' models, one for each hidden size, whole and as one real grid cuts the largest."""
-    found: dict[Product, None] = {}
-    for model in ("gpt-20b", "gpt-5b", "gpt-80b", "gpt-10b", "gpt-40b", "gpt-320b"):
-        for layer in layers(model, (1, 1, 1), 4096):
-            found.update(dict.fromkeys(layer.products(torch.bfloat16).values()))
-    for layer in layers("gpt-320b", (4, 2, 1), 2048):
-        found.update(dict.fromkeys(layer.products(torch.bfloat16).values()))
-    return list(found)
+def gpt_shapes() -> list[Product]:
+    """Layers of two of the papers' models, whole, and two of the largest as one real grid cuts them."""
+    cut = layers("gpt-320b", (4, 2, 1), 2048)[:2]
+    whole = [layer for model in ("gpt-20b", "gpt-80b") for layer in layers(model, (1, 1, 1), 4096)]
+    return [product for layer in [*whole, *cut] for product in layer.products(torch.bfloat16).values()]
 
 
-def _shapes(dry: bool) -> list[Product]:
+def shapes(dry: bool) -> list[Product]:
     """What says most first, since time may end: square sizes that are known of every library, then the GPT shapes of
     the verdict, all kinds of one hidden size and then the next.
     """
     if dry:
         return [Product(layout, 64, 48, 32, torch.float32) for layout in LAYOUTS]
-    squares = {n: [Product(layout, n, n, n, torch.bfloat16) for layout in LAYOUTS] for n in (8192, 4096, 2048, 16384)}
-    return list(dict.fromkeys([*squares[8192], *squares[4096], *_gpt_shapes(), *squares[2048], *squares[16384]]))
+    squares = [Product(layout, n, n, n, torch.bfloat16) for n in (8192, 4096) for layout in LAYOUTS]
+    return list(dict.fromkeys([*squares, *gpt_shapes()]))
 
 
 if __name__ == "__main__":

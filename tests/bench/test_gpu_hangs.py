@@ -355,7 +355,7 @@ def test_a_log_keeps_its_beginning_and_its_end(monkeypatch, tmp_path):
 
 def test_what_says_most_is_measured_first():
     """Squares whose speed is known of every library, then all kinds of a hidden size; in the end all of them, once."""
-    shapes = kernels._shapes(False)
+    shapes = kernels.shapes(False)
     assert [(one.layout, one.m, one.n, one.k) for one in shapes[:6]] == [
         (layout, size, size, size) for size in (8192, 4096) for layout in kernels.LAYOUTS
     ]

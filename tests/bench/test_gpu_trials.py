@@ -192,7 +192,7 @@ def test_what_is_measured_has_been_tried_in_a_process_of_its_own():
         return {shape_class(choice, product, 132) for choice in choices for product in products}
 
     tried = classes(kernels.TRIAL_SIZES)
-    assert classes((one.m, one.n, one.k) for one in kernels._shapes(False)) <= tried
+    assert classes((one.m, one.n, one.k) for one in kernels.shapes(False)) <= tried
     assert {(True, True, True, False, 1), (True, True, True, False, 3)} <= {each[3:] for each in tried}
 
 

@@ -442,7 +442,7 @@ def test_on_ranks(check, world, tmp_path):
 
 
 def on_one_gpu(folder, own):
-    """Processes with a host of their own for the library are on one GPU and work; with the same host they are refused."""
+    """Processes with a host of their own for the library share a GPU; with the same host they are refused."""
     rank = int(os.environ["RANK"])
     os.environ |= {"LOCAL_RANK": "0", "NCCL_HOSTID": f"part {rank}" if own else "one"}
     if not own:
