@@ -67,6 +67,8 @@ HOPPER_SECTION = "the kernel for Hopper"
 COMPILED = {"numerics": {"numerics"}, "fused": {"strategies", "rounds", "graphs", "silence"}, "fp8": {"fp8"}}
 SECTION_SECONDS, CASE_SECONDS = 100.0, 60.0  # of a section, and of a product or a case, that does not hang
 OVERLAP_SECONDS, FP8_SECONDS = 40.0, 15.0  # kept for them before the products begin
+SMOKE_SIZES = 2  # of TRIAL_SIZES: without borders and with short sums
+LATE_SECONDS = 15.0  # for what comes last
 QUIET = 75.0  # seconds after which a trial hangs that has said nothing: what it compiles takes less
 FLAG_SECONDS = 5.0  # after which a kernel gives up a flag: what would wait for ever must leave the rest some time
 
@@ -77,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/kernels"))
     parser.add_argument("--seconds", type=float, default=460.0)
     parser.add_argument("--dry", action="store_true", help="walk through on a CPU")
+    parser.add_argument("--smoke", action="store_true", help="all of it at toy sizes on the GPU")
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1), help="compiling processes")
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)  # N/M: compile the N-th of M parts, and end
     parser.add_argument("--of", default="", help=argparse.SUPPRESS)  # sections whose kernels are compiled
@@ -95,7 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.grouped:
         try:
-            grouped(device, _Printed(), (options.grouped,), set(options.without.split(",")))
+            sizes = TRIAL_SIZES[:SMOKE_SIZES] if options.smoke else TRIAL_SIZES
+            grouped(device, _Printed(), (options.grouped,), set(options.without.split(",")), sizes)
         except Exception as error:
             print(json.dumps({"trace": trace_of(error)}), flush=True)
             raise
@@ -109,7 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
     verdicts: dict[str, bool | str] = {}
     trials: dict[str, Trial] = {}
     tiles.HOPPER = left_of_hopper(earlier)  # the tuner would hang where a trial did, or a run before
-    products = shapes(options.dry)
+    toy = options.dry or options.smoke
+    products = shapes(options.dry, options.smoke)
     measured = {row["product"] for row in earlier if "tuned_ratio" in row and not row.get("unfinished")}
     waiting = {what for what, parts in COMPILED.items() if not parts <= ended}
     if any(product.name not in measured for product in products):
@@ -117,8 +122,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.dry:
         # they fill the cache as well, which is gone with the machine that a run before was on
         if tiles.HOPPER and (HOPPER_SECTION not in ended or ("gemm" in waiting and not options.again)):
-            trials = {layout: _trial(layout, _left_out()) for layout in LAYOUTS}
-        if waiting and not options.again:
+            trials = {layout: _trial(layout, _left_out(), options.smoke) for layout in LAYOUTS}
+        if waiting and not (options.again or options.smoke):
             jobs = options.jobs if not compiled.brought_along() else min(2, options.jobs)  # where there is little to do
             compile_ahead(jobs, 0.25 * options.seconds, sorted(waiting))
             print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
@@ -128,20 +133,22 @@ def main(arguments: list[str] | None = None) -> int:
     table = Table({"check": "s", "error": ".1e", "limit": ".1e"}, path, {"bench": "right"} | known, [*checks, *failed])
     left: list[str] = []
     sections: dict[str, Callable[[], object]] = {
-        "numerics": partial(numerics, device, table, options.dry),
-        "strategies": partial(strategies, device, table, options.dry),
-        "rounds": partial(rounds, device, table, options.dry),
-        "graphs": partial(graphs, device, table),
+        "numerics": partial(numerics, device, table, toy, (torch.bfloat16, torch.float32)),
+        "strategies": partial(strategies, device, table, toy),
+        "rounds": partial(rounds, device, table, toy),
+        "graphs": partial(graphs, device, table, 5 if toy else 50),
         "silence": partial(silence, device, table),
-        "fp8": partial(fp8.right, device, table, options.dry),
+        "fp8": partial(fp8.right, device, table, toy),
         HOPPER_SECTION: partial(grouped, device, table)
         if options.dry
-        else partial(tried, trials, started + 0.6 * options.seconds, table),
+        else partial(tried, trials, started + 0.6 * options.seconds, table, options.smoke),
     }
-    for name, call in sections.items():
+    late = {"numerics in fp16": partial(numerics, device, table, toy, (torch.float16,))}  # as bf16's but for a type
+
+    def check(name: str, call: Callable[[], object]) -> None:
         if name in table.failed or (name in ended and not (trials and name == HOPPER_SECTION)):
             print(f"{name}: has ended before", flush=True)
-            continue
+            return
         own = None if name == HOPPER_SECTION else SECTION_SECONDS  # that one ends its processes, and not this one
         with table.under_way(name), bounded(name, own, device):
             done = section(name, call, device, table, verdicts)
@@ -149,6 +156,9 @@ def main(arguments: list[str] | None = None) -> int:
             table.note(f"{name}: ended", section=name)
         else:
             left.append(name)
+
+    for name, call in sections.items():
+        check(name, call)
     for trial in trials.values():
         trial.kill()  # where the section had no turn
     unfinished = ""
@@ -156,8 +166,12 @@ def main(arguments: list[str] | None = None) -> int:
         unfinished = HOPPER_SECTION if HOPPER_SECTION in left else ""  # its rows are measured again, by the next run
         tiles.HOPPER = ()
     latest = {row["check"]: row for row in table.rows}.values()
-    wrong = left or any(what.split(": ")[0] in sections for what in table.failed)
-    verdicts["all results right"] = not wrong and all(row["error"] < row["limit"] for row in latest)
+    tried_whole = (
+        not options.dry and HOPPER_SECTION not in left and not any(HOPPER_SECTION in what for what in table.failed)
+    )
+    name = "the kernel for Hopper right in every trial (then tiles.HOPPER_DEFAULT may be HOPPER[0])"
+    shown = [row for row in latest if any(config.name in row["check"] for config in HOPPER)]
+    verdicts[name] = all(row["error"] < row["limit"] for row in shown) if tried_whole and shown else "not measured"
 
     def measure(name: str, table: Table, call: Callable[[], int]) -> None:
         counts: list[int] = []
@@ -177,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     spent = time.perf_counter() - started
     narrow = Table(fp8.COLUMNS, path, {"bench": "fp8"}, [*failed, *(row for row in earlier if "scaling" in row)])
-    sizes = [(64, 48, 32)] if options.dry else fp8.SHAPES
+    sizes = [(64, 48, 32)] if options.dry else fp8.SHAPES[:1] if options.smoke else fp8.SHAPES
     rest = options.seconds - spent
     share = max(0.4 * rest, rest - OVERLAP_SECONDS)
     measure("fp8's times", narrow, partial(fp8.measure, sizes, device, narrow, 7, share, CASE_SECONDS))
@@ -186,13 +200,22 @@ def main(arguments: list[str] | None = None) -> int:
     spent = time.perf_counter() - started
     cases = (row for row in earlier if "asked_share" in row)
     hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"}, [*failed, *cases])
-    sizes = [(32, 32, 32)] if options.dry else OVERLAP_SHAPES
-    asked = argparse.Namespace(size=4, rounds=3 if options.dry else 9, seconds=options.seconds - spent)
+    sizes = [(32, 32, 32)] if options.dry else [(1024, 1024, 1024)] if options.smoke else OVERLAP_SHAPES
+    asked = argparse.Namespace(size=4, rounds=3 if toy else 9, seconds=options.seconds - spent)
     dtype = torch.float32 if options.dry else torch.bfloat16
     counts = [2, 4] if options.dry else [4, 8]
-    timed = partial(overlap.measure, sizes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, asked, each=CASE_SECONDS)
+    shares = [0.4] if options.smoke else [0.2, 0.4, 0.8]
+    timed = partial(overlap.measure, sizes, shares, counts, dtype, device, hidden, asked, each=CASE_SECONDS)
     measure("overlap", hidden, timed)
     verdicts |= judge.overlap([] if options.dry else hidden.rows, overlap.OPERATIONS, OVERLAP_SHAPES)
+    for name, call in late.items():
+        if options.seconds - (time.perf_counter() - started) > LATE_SECONDS:
+            check(name, call)
+        else:
+            left.append(name)
+    latest = {row["check"]: row for row in table.rows}.values()
+    wrong = left or any(what.split(": ")[0] in sections | late for what in table.failed)
+    verdicts["all results right"] = not wrong and all(row["error"] < row["limit"] for row in latest)
     verdicts |= {told: False for one in (table, speed, narrow, hidden) for told in one.failed.values()}
     verdicts["seconds"] = f"{time.perf_counter() - started:.0f}"
     if options.dry:
@@ -238,8 +261,9 @@ def _left_out() -> set[str]:
     return {config.name for config in HOPPER} - {config.name for config in tiles.HOPPER}
 
 
-def _trial(layout: str, without: Iterable[str]) -> Trial:
-    return Trial(_command("--grouped", layout, "--without", ",".join(without)))
+def _trial(layout: str, without: Iterable[str], smoke: bool = False) -> Trial:
+    shorter = ["--smoke"] if smoke else []
+    return Trial(_command("--grouped", layout, "--without", ",".join(without), *shorter))
 
 
 def compile_ahead(jobs: int, seconds: float, sections: Iterable[str]) -> None:
@@ -280,7 +304,7 @@ class _Printed:
         self.add(begins=what, **values)
 
 
-def tried(trials: dict[str, Trial], until: float, table: Table) -> None:
+def tried(trials: dict[str, Trial], until: float, table: Table, smoke: bool = False) -> None:
     """The rows of ``grouped``, one process a layout.
 
     A tile in which one hangs or dies has failed, and what is behind it is tried in another process. Where it is not
@@ -303,7 +327,7 @@ def tried(trials: dict[str, Trial], until: float, table: Table) -> None:
                 table.fail(f"{HOPPER_SECTION}: {last['tile']}", error, tile=last["tile"])
                 if time.perf_counter() > until:
                     raise OutOfTimeError(f"no time was left to try {layout} behind {last['tile']}")
-                trials[layout] = _trial(layout, _left_out())
+                trials[layout] = _trial(layout, _left_out(), smoke)
             _add(trials[layout].said()[0], table)
     except OutOfTimeError:
         raise
@@ -349,7 +373,13 @@ def left_of_hopper(earlier: list[dict[str, Any]]) -> tuple[Config, ...]:
     return tuple(config for config in HOPPER if config.name not in off)
 
 
-def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS, without: Iterable[str] = ()) -> None:
+def grouped(
+    device: torch.device,
+    table: Any,
+    layouts: tuple[str, ...] = LAYOUTS,
+    without: Iterable[str] = (),
+    sizes: Iterable[tuple[int, int, int]] = TRIAL_SIZES,
+) -> None:
     """The kernel for Hopper as the tuner looks at it before it may be chosen: sizes with and without borders.
 
     Raises:
@@ -358,7 +388,7 @@ def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS
     target = devices.target_of(device)
     for layout in layouts:
         trust = Trust(partial(runner, stored=layout))
-        for m, n, k in TRIAL_SIZES:
+        for m, n, k in sizes:
             product = Product(layout, m, n, k, torch.bfloat16)
             for config in HOPPER:
                 if config.name in without or not config.fits(target, product.dtype):
@@ -507,12 +537,14 @@ def gpt_shapes() -> list[Product]:
     return [product for layer in [*whole, *cut] for product in layer.products(torch.bfloat16).values()]
 
 
-def shapes(dry: bool) -> list[Product]:
+def shapes(dry: bool, smoke: bool = False) -> list[Product]:
     """What says most first, since time may end: square sizes that are known of every library, then the GPT shapes of
     the verdict, all kinds of one hidden size and then the next.
     """
     if dry:
         return [Product(layout, 64, 48, 32, torch.float32) for layout in LAYOUTS]
+    if smoke:
+        return [Product(layout, 1024, 1024, 1024, torch.bfloat16) for layout in LAYOUTS]
     squares = [Product(layout, n, n, n, torch.bfloat16) for n in (8192, 4096) for layout in LAYOUTS]
     return list(dict.fromkeys([*squares, *gpt_shapes()]))
 

@@ -19,7 +19,16 @@ import torch.nn.functional as F
 
 from axo_kernels import device as devices
 from axo_kernels.gemm.layout import Product, as_row_major, autocast, check_offsets, folded_rows, product_of
-from axo_kernels.gemm.tiles import Config, Target, cut_to_fit, default_config, purpose_of, shrink, split_short
+from axo_kernels.gemm.tiles import (
+    Config,
+    Target,
+    cut_to_fit,
+    default_config,
+    hopper_default,
+    purpose_of,
+    shrink,
+    split_short,
+)
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "silu_gate")
 BACKENDS = (None, "vendor", "triton")
@@ -295,6 +304,9 @@ def _launch(
     bias, activation, accumulate = epilogue.bias, epilogue.activation, epilogue.accumulate
     wide = accumulate or gate is not None
     descriptors = describable(left, right, out, accumulate)
+    if config is None:
+        plain = descriptors and activation is None and gate is None
+        config = hopper_default(target, product, out.dtype, accumulate, plain)
     if config is None:
         described = uses_descriptors(target, left, descriptors)
         config = shrink(default_config(target, left.dtype, described, purpose_of(target, wide, activation)), product)
