@@ -38,6 +38,7 @@ import torch
 from .lib import attempts, card, compiled
 from .lib.arguments import Parser
 from .lib.log import logged
+from .lib.page import page
 from .lib.table import LEFT_OUT, environment, read_rows, same, under_way
 
 SECONDS = 450.0  # of all parts together
@@ -77,8 +78,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--walk", action="store_true", help="walk through on stand-ins and a CPU")
     parser.add_argument("--smoke", action="store_true", help="every part at toy sizes on the GPU")
     parser.add_argument("--compiled", type=Path, default=None, help="a folder of kernels that were compiled elsewhere")
+    parser.add_argument(
+        "--page", type=Path, default=None, help="write docs/gpu.md from what stands in --out; run nothing"
+    )
     parser.add_argument("--fresh", action="store_true", help="run parts that have ended before once more")
     options = parser.parse_args(arguments)
+    if options.page is not None:
+        options.page.write_text(page(options.out), encoding="utf-8")
+        return 0
     if options.seconds is None:
         options.seconds = SMOKE_SECONDS if options.smoke else SECONDS
     if options.seconds < 4 * ENDING:

@@ -258,8 +258,8 @@ def default_config(target: Target, dtype: torch.dtype, descriptors: bool, purpos
     if target.arch == "cpu":
         return Config(16, 16, 16, group_m=2, warps=1, stages=1, descriptors=descriptors)
     if dtype == torch.float32:
-        # in full precision deeper steps spill, on sm_80 since Triton 3.9
-        depth = 16 if target.nvidia and not descriptors else 32
+        # in full precision deeper steps spill there
+        depth = 16 if target.nvidia and int(target.arch[3:]) >= 90 and not descriptors else 32
         return Config(64, 64, depth, warps=4, stages=3 if target.nvidia else 2, descriptors=descriptors)
     if not target.nvidia:
         if target.arch == "gfx942" and purpose == "plain":

@@ -39,7 +39,7 @@ TRIAL_SIZES: tuple[tuple[int, int, int], ...] = (
     (512, 768, 1024), (128, 256, 64), (2048, 2048, 1024), (2048, 3072, 512), (4096, 4096, 4096),
     (1000, 1016, 1032), (8, 8, 8), (3000, 5000, 1032),
 )  # fmt: skip
-LOSS_BLOCK, GOLDFISH_BLOCK = 4096, 512  # as axo.nn.loss and axo.nn.goldfish have them
+LOSS_BLOCK, GOLDFISH_BLOCK = 4096, 256  # as axo.nn.loss and axo.nn.goldfish have them
 # Of the fused products: collective, layout, sizes, ranks, chunks (bench.kernels' sections, and bench.overlap's shapes).
 FUSED = (
     *((collective, layout, (1792, 3584, 1024), 4, chunks)

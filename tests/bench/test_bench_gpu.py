@@ -466,6 +466,26 @@ def test_ranks_of_one_gpu_are_hosts_of_their_own(monkeypatch):
     assert not any("NCCL" in name for name in one.environment(3, 4)) and one.place(3, 4) == torch.device("cuda", 3)
 
 
+def test_the_page_says_what_was_measured_and_what_was_not(tmp_path):
+    """As committed: of no results. Of a GPU's results each line, bad ones too; a walk's fill no row."""
+    committed = (Path(gpu.__file__).parents[1] / "docs/gpu.md").read_text()
+    rows = [{"bench": "right", "kind": "cuda", "device": "a GPU", "date": "today", "commit": "abc", "torch": "2.11"}]
+    rows += [{"note": f"{name}: {verdict}", "verdict": verdict} for name, verdict in (
+        ("all results right", True), ("tuned at worst, of torch: 0.940 (goal: at least 0.99)", False),
+    )]  # fmt: skip
+    write = lambda: (tmp_path / "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))  # noqa: E731
+    write()
+    assert gpu.main(["--out", str(tmp_path), "--page", str(tmp_path / "gpu.md")]) == 0
+    found = (tmp_path / "gpu.md").read_text()
+    assert "- `bench.kernels`: a GPU, today, torch 2.11, commit abc" in found and "Nothing yet" not in found
+    assert "| tuned at worst, of torch: 0.940 (goal: at least 0.99) | no |" in found and "right | yes |" in found
+    assert found.count("not measured") == committed.count("not measured") - 2 > 10
+    rows[0]["kind"] = "cpu"
+    write()
+    gpu.main(["--out", str(tmp_path), "--page", str(tmp_path / "gpu.md")])
+    assert (tmp_path / "gpu.md").read_text() == committed or "Nothing yet" not in committed
+
+
 def test_no_more_than_eight_files_whatever_lies_there(tmp_path):
     for name in ("kernels.jsonl", "kernels.swap", "core.1", "log.txt", "verdicts.txt", "a", "b", "c", "d", "e"):
         (tmp_path / name).write_text(name)

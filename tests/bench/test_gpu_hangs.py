@@ -203,7 +203,9 @@ def test_a_check_that_raises_leaves_the_others_their_turn(monkeypatch, dies):
     monkeypatch.setattr(kernels.overlap, "_call", lambda *given: raises if given[-2:] == ("split", 4) else call(*given))
     kernels.strategies(cpu, rows := table.Table(CHECKS), True)
     assert len(rows.failed) == 3 and len(rows.rows) == 3 * 7
-    judged = kernels_with(monkeypatch, lambda device, table, dry: kernels.case("numerics: NT", raises, device, table))
+    judged = kernels_with(
+        monkeypatch, lambda device, table, dry, dtypes: kernels.case("numerics: NT", raises, device, table)
+    )
     assert judged["all results right"] is False and judged["numerics: NT: RuntimeError: no kernel image"] is False
 
 
