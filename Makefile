@@ -1,16 +1,19 @@
 # make demo     train a small GPT on 8 local ranks, grid 2x2x2x1, and compare it with serial training
 # make test     everything but the long proofs
-# make check    lint, types, house rules and the quick tests: under a minute
+# make check    lint, types, house rules, the quick tests and those of what changed: under two minutes
+# make lint     the first of these: ruff, clang-format, mypy
 # make soak     the long proofs        make gpu    what needs a GPU        make bench    the benchmarks
 # make build    rebuild the extension when csrc changed        make clean    remove what was built
 # make docs     this documentation as a site, in build/site
 #
-# The first run makes .venv, installs torch into it, then the rest, then builds. Choose another torch (2.11 to 2.13) with
-#   make demo TORCH="torch==2.12.0"
+# The first run makes .venv, installs the newest torch into it, then the rest, then builds. Another torch of those that
+# docs/install.md lists:
+#   make demo TORCH="torch==2.13.*"
 TORCH ?= torch
 TRITON ?= triton
 OUT ?= runs/demo
 ARGS ?=
+BASE ?=
 
 V := .venv
 # What pip installs is compiled to bytecode when it is first imported, at the end of the set-up: most of it never is.
@@ -18,7 +21,7 @@ PIP := $(V)/bin/python -m pip install -q --disable-pip-version-check --no-compil
 # Bytecode is kept, whatever the shell says: hundreds of processes import the same modules.
 unexport PYTHONDONTWRITEBYTECODE
 CORE := $(foreach folder,base memory progress host hosts device torch,$(wildcard csrc/$(folder)/*.cpp csrc/$(folder)/*.h csrc/$(folder)/*.inc))
-QUICK_TESTS := tests/house/test_house.py tests/test_placement.py tests/test_launcher.py tests/comm/test_collectives.py tests/perf
+QUICK_TESTS := tests/house/test_house.py tests/house/test_tools.py tests/test_placement.py tests/test_launcher.py tests/comm/test_collectives.py tests/perf
 CORES := $(shell nproc 2>/dev/null || echo 2)
 PYTEST := $(V)/bin/python -m pytest
 # Requirements of lists in pyproject.toml, one a line.
@@ -26,9 +29,9 @@ wanted = $(V)/bin/python -c 'import functools, sys, tomllib; \
   project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
   [print(*functools.reduce(dict.get, name.split("."), project), sep="\n") for name in sys.argv[1:]]' $(1)
 # The first Python of at least 3.11, plain python3 before others.
-PYTHON := $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+PYTHON := $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
-.PHONY: demo test check soak soak-runtime soak-python compile-defaults compile-matrix gpu docs bench build clean distclean prerequisites
+.PHONY: demo test check lint soak soak-runtime soak-python compile-defaults compile-matrix gpu docs bench build clean distclean prerequisites
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -47,12 +50,16 @@ test: $(V)/.built
 	if [ $$core -ne 0 ]; then cat build/csrc-tests.txt; else tail -n 1 build/csrc-tests.txt; fi; \
 	exit $$((python || core))
 
-check: $(V)/.built
+# What changed since this branch left main, or by BASE=COMMIT.
+check: lint
+	$(PYTEST) -n 2 --dist worksteal -m "not slow and not soak and not gpu" $(wildcard $(QUICK_TESTS)) \
+	  $$($(V)/bin/python -m tests.house.changed --base "$(BASE)") $(ARGS)
+
+lint: $(V)/.built
 	$(V)/bin/ruff check .
 	$(V)/bin/ruff format --check .
 	$(V)/bin/clang-format --dry-run -Werror $(CORE) $(wildcard csrc/tests/*.cpp csrc/tests/*.h csrc/tests/*/*.cpp csrc/tests/*/*.h csrc/tests/*/*.inc)
 	$(V)/bin/mypy
-	$(PYTEST) -m "not slow and not soak and not gpu" $(wildcard $(QUICK_TESTS)) $(ARGS)
 
 # Parts of it: ARGS="core kills" (see bench/soak.py) with soak-runtime, and a pytest selection with soak-python.
 soak: soak-runtime soak-python
@@ -111,7 +118,7 @@ $(V)/bin/python: | prerequisites
 
 # torch comes first and alone, and is pinned for what follows, so that nothing brings a second one. The extension needs
 # no more: it is built while the rest is installed.
-$(V)/.deps: pyproject.toml tests/integrations/litdata.txt tests/integrations/serve.txt tests/examples/megatron.txt | $(V)/bin/python
+$(V)/.deps: pyproject.toml tests/integrations/litdata.txt tests/integrations/serve.txt tests/integrations/peft.txt tests/examples/megatron.txt | $(V)/bin/python
 	@echo "Installing $(TORCH) and the rest into $(V), and building the extension (once)"
 	@$(PIP) "setuptools>=77" wheel
 	@$(V)/bin/python -c 'import torch' 2>/dev/null || $(PIP) "$(TORCH)"
@@ -122,6 +129,7 @@ $(V)/.deps: pyproject.toml tests/integrations/litdata.txt tests/integrations/ser
 	$(PIP) -c $(V)/torch.txt -r $(V)/wanted.txt && \
 	$(PIP) --no-deps --target $(V)/litdata --upgrade -r tests/integrations/litdata.txt && \
 	$(PIP) --no-deps --target $(V)/serve --upgrade -r tests/integrations/serve.txt && \
+	$(PIP) --no-deps --target $(V)/peft --upgrade -r tests/integrations/peft.txt && \
 	$(PIP) --no-deps --target $(V)/megatron --upgrade -r tests/examples/megatron.txt; pip=$$?; \
 	wait $$build && exit $$pip
 	@$(PIP) --no-deps --no-build-isolation -e .

@@ -18,6 +18,7 @@ import fcntl
 import json
 import logging
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -32,6 +33,7 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.command.dist_info import dist_info
 
 ROOT = Path(__file__).resolve().parent
 CORE = ("base", "memory", "progress", "host", "hosts", "device", "torch")
@@ -122,11 +124,46 @@ def supported(torch: Torch) -> Torch:
     return torch
 
 
+class RefuseFirst(dist_info):
+    """What installers ask for before they download what axo depends on, torch's gigabytes too: the time to refuse."""
+
+    def run(self) -> None:
+        wanted = self.distribution.python_requires
+        if platform.python_version() not in wanted:  # pip itself says so, too, but after it has fetched torch
+            raise SystemExit(
+                f"axo needs Python {wanted}, and {sys.executable} is {platform.python_version()}: make an environment "
+                "with another, such as python3.13 -m venv .venv"
+            )
+        installed_torch()
+        check_tools()
+        super().run()
+
+
+def check_tools() -> None:
+    """Refuse a machine without compiler or Python's headers, by the names of the packages that bring them."""
+    program = compiler()[0]
+    if not shutil.which(program) and "CXX" in os.environ:
+        raise SystemExit(f"CXX names {program!r}, which is no program on the PATH; axo compiles its core with it")
+    debian, fedora = [], []
+    if not shutil.which(program):
+        debian, fedora = ["g++"], ["gcc-c++"]
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        debian, fedora = [*debian, "python3-dev"], [*fedora, "python3-devel"]
+    if debian:
+        raise SystemExit(
+            f"axo's core is compiled when it is installed, and {' and '.join(debian)} is missing:\n"
+            f"  sudo apt-get install -y {' '.join(debian)}   (Debian, Ubuntu)\n"
+            f"  sudo dnf install -y {' '.join(fedora)}   (Fedora, RHEL)\n"
+            "Another compiler: CXX=clang++ pip install ."
+        )
+
+
 class BuildCore(build_ext):
     """Compile changed units in parallel, link once, rename into place."""
 
     def build_extension(self, ext: Extension) -> None:
         torch = installed_torch()
+        check_tools()
         # Relative, as all of our own paths in the commands: objects of one checkout serve a copy of it.
         objects_dir = Path("build") / f"obj-{sysconfig.get_config_var('SOABI')}-torch{torch.version}"
         objects_dir.mkdir(parents=True, exist_ok=True)
@@ -229,6 +266,7 @@ setup(
         "axo_bench",
         "axo_bench.lib",
         "axo_bench.papers",
+        "axo_bench.products",
     ],
     package_dir={"axo": "python/axo", "axo_kernels": "axo_kernels", "axo_bench": "bench"},
     include_package_data=False,  # only what stands here: the source distribution holds bench/tools, a wheel does not
@@ -238,6 +276,6 @@ setup(
         "axo_bench": ["papers/*.yaml"],
     },
     ext_modules=[Extension("axo._C", [str(path.relative_to(ROOT)) for path in SOURCES], language="c++")],
-    cmdclass={"build_ext": BuildCore, "build_py": BuildPackages},
+    cmdclass={"build_ext": BuildCore, "build_py": BuildPackages, "dist_info": RefuseFirst},
     zip_safe=False,
 )

@@ -85,12 +85,10 @@ def main(arguments: list[str] | None = None) -> int:
         cases = list(cases_of(options, ranks))
         rivals = options.rivals.split(",")
         with mpi.ranks_of(ranks) if "mpi" in rivals else nullcontext((None, "")) as (folder, why):
-            rows, traffic = launch_local(measure, ranks, cases, rivals, options.rounds, folder)
+            rows, traffic = launch_local(measure, ranks, cases, rivals, options.rounds, folder, table)
+        table.rows += rows  # rank 0 has printed them
         if why:
             table.note(f"mpi, {ranks} ranks: {why}")
-        for row in sorted(rows, key=lambda row: cases.index((row["op"], row["case"], row["dtype"]))):
-            floor = FLOOR_BYTES.get(row["rival"]) if "copy_gbs" in row else None
-            table.add(**row, of_floor=row["algbw"] * floor / row["copy_gbs"] if floor else None)
         table.note(f"copy traffic of {ranks} ranks at once: {traffic:.1f} GB/s", ranks=ranks, copy_gbs=traffic)
     if options.plot:
         plot(table.rows, options.plot)
@@ -138,14 +136,14 @@ class Copy:
 
 
 def measure(
-    cases: list[tuple[str, int, str]], rivals: list[str], rounds: int, mpi_folder: str | None
+    cases: list[tuple[str, int, str]], rivals: list[str], rounds: int, mpi_folder: str | None, table: Table
 ) -> tuple[list[dict[str, Any]], float]:
-    """On every rank: time all cases; the rows, and the copy traffic."""
+    """On every rank: time all cases; the rows, which rank 0 adds to ``table`` as they come, and the copy traffic."""
     import axo
 
     comms = axo.connect(f"{os.environ['WORLD_SIZE']}x1x1x1")
     comm = comms.world
-    groups = {"axo-c10d": dist.group.WORLD}
+    groups: dict[str, Any] = {"axo-c10d": dist.group.WORLD}
     if "gloo" in rivals:
         groups["gloo"] = dist.new_group(backend="gloo")
     peer = mpi.Peer(mpi_folder, comm.rank) if mpi_folder else None
@@ -173,12 +171,18 @@ def measure(
         seconds = time_calls(timed, comm, count * dtype.itemsize, rounds)
         copied = seconds.pop("copy", None)
         for rival, times in seconds.items():
-            rows.append(row_of(op, rival, comm.size, dtype_name, size, count * dtype.itemsize, count, times))
-            rows[-1]["wrong"] = wrong[rival]
+            row = row_of(op, rival, comm.size, dtype_name, size, count * dtype.itemsize, count, times)
+            row["wrong"] = wrong[rival]
             for other in {"gloo", "mpi"} & set(seconds):
-                rows[-1][f"times_{other}"] = statistics.median(seconds[other]) / statistics.median(times)
+                row[f"times_{other}"] = statistics.median(seconds[other]) / statistics.median(times)
+            row["of_floor"] = None
             if copied is not None:
-                rows[-1]["copy_gbs"] = copy.traffic(comm.size, copied)
+                row["copy_gbs"] = copy.traffic(comm.size, copied)
+                if rival in FLOOR_BYTES:
+                    row["of_floor"] = row["algbw"] * FLOOR_BYTES[rival] / row["copy_gbs"]
+            rows.append(row)
+            if comm.rank == 0:
+                table.add(**row)
     comms.close()
     return rows, traffic
 

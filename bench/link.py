@@ -56,16 +56,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.ranks % options.ranks_per_host or options.ranks == options.ranks_per_host:
         parser.error(f"{options.ranks} ranks do not make several hosts of {options.ranks_per_host}")
     options.sizes = numbers("--sizes", options.sizes)
-    rows = launch_local(measure, options.ranks, options)
     header = environment(torch.device("cpu")) | {"limit": options.limit, "latency": options.latency}
-    table = Table(COLUMNS, options.json, header)
-    for row in rows:
-        table.add(**row)
+    rows = launch_local(measure, options.ranks, options, Table(COLUMNS, options.json, header))
     return int(any(row["#wrong"] for row in rows))
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows, on every rank."""
+def measure(options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
+    """The rows, on every rank; rank 0 adds them to ``table`` as they come."""
     import axo
     from axo.comm.hosts import simulate
 
@@ -73,7 +70,13 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     hosts = options.ranks // options.ranks_per_host
     latency = options.latency
     simulate(options.ranks_per_host, rate=options.limit, latency=latency)
-    rows = []
+    rows: list[dict[str, Any]] = []
+
+    def add(**row: Any) -> None:
+        rows.append(row)
+        if world.rank == 0:
+            table.add(**row)
+
     with axo.connect(f"{options.ranks}x1x1x1") as comms:
         world = comms.world
         three = [world.split(0, world.rank, name=f"part{i}") for i in range(3)]
@@ -94,11 +97,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             for what, (call, expected) in calls.items():
                 seconds = _median(world, call, options.rounds)
                 wrong = _wrong(world, what, whole)
-                rows.append(
-                    {"what": what, "ranks": options.ranks, "hosts": hosts, "size": whole.nbytes, "ms": seconds * 1e3,
-                     "expected": expected * 1e3, "ratio": seconds / expected, "#wrong": wrong}
-                )  # fmt: skip
-            rows.append(_overlap(world, whole, options, hosts, 2 * share + _steps(hosts) * latency))
+                figures = {"ms": seconds * 1e3, "expected": expected * 1e3, "ratio": seconds / expected}
+                size_of = {"ranks": options.ranks, "hosts": hosts, "size": whole.nbytes}
+                add(**{"what": what} | size_of | figures | {"#wrong": wrong})
+            add(**_overlap(world, whole, options, hosts, 2 * share + _steps(hosts) * latency))
     return rows
 
 

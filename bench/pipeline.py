@@ -154,8 +154,8 @@ def _sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.sum()
 
 
-def measure(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """On every rank: the rows of so many ranks; on ranks other than 0 none."""
+def measure(ranks: int, options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
+    """On every rank: the rows of so many ranks, which rank 0 adds to ``table`` as they come."""
     torch.set_num_threads(1)
     comms = axo.connect("1x1x1x1", pipeline=ranks)
     everyone = comms.everyone
@@ -194,6 +194,8 @@ def measure(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
                 | {"message(ms)": 1e3 * message, "#wrong": errors}
                 | {"all": [[round(value, 5) for value in step] for step in steps[one]]}
             )
+            if everyone.rank == 0:
+                table.add(**rows[-1])
     comms.close()
     return rows if everyone.rank == 0 else []
 
@@ -282,8 +284,7 @@ def main(given: list[str] | None = None) -> int:
     for ranks in map(int, options.ranks.split(",")):
         for name in options.schedules:
             axo.pipeline.check_microbatches(name, options.microbatches, ranks)
-        for row in launch_local(measure, ranks, ranks, options) or []:
-            table.add(**row)
+        table.rows += launch_local(measure, ranks, ranks, options, table)  # rank 0 has printed them
     return int(any(row["#wrong"] for row in table.rows))
 
 

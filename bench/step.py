@@ -26,6 +26,7 @@ import ctypes
 import math
 import multiprocessing
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -78,18 +79,40 @@ def main(arguments: list[str] | None = None) -> int:
     rank = Rank.from_environment()
     header = {"bench": "step", **environment(torch.device(options.device)), "options": _measured(options)}
     table = Table(COLUMNS, options.json if rank is None or rank.rank == 0 else None, header)
+    if options.device == "cpu" and options.precision == "bf16-mixed" and not has_bf16_products():
+        table.note("this processor has no bf16 products: they are emulated, many times slower; try --precision 32-true")
     for case in options.cases.split(","):
-        if rank:
-            rows = measure(case, options)
-        elif options.device == "cpu":
-            rows = measure_apart(case, options)
-        else:
-            rows = launch_local(measure, ranks_of(case, options), case, options, fork=False)
+        stopped = None
+        try:
+            if rank:
+                rows = measure(case, options, table)
+            elif options.device == "cpu":
+                rows = measure_apart(case, options, table)
+            else:
+                rows = launch_local(measure, ranks_of(case, options), case, options, fork=False)
+        except Stopped as stop:
+            rows, stopped = stop.rows, stop
         for row in rows or []:
             table.add(**row)
+        if stopped is not None:
+            raise stopped
     if options.plot and table.rows:
         plot(table.rows, options.plot)
     return int(any(not row["right"] for row in table.rows))
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C, with the rows of what was measured until then."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.rows = rows
+
+
+def has_bf16_products() -> bool:
+    """Whether this processor multiplies bf16 numbers itself; of others than x86 it is not known, and not doubted."""
+    flags = Path("/proc/cpuinfo").read_text()
+    return platform.machine() != "x86_64" or "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
@@ -157,10 +180,11 @@ class PlayerApart:
 
 def launch(parent: int, ranks: int, *play_arguments: Any) -> None:
     """In a process of its own, which ends with ``parent``: the ranks of one contestant."""
-    from axo.launch import end_with, launch_local
+    from axo.launch import Interrupted, end_with, launch_local
 
     end_with(parent)
-    launch_local(play, ranks, *play_arguments)
+    with contextlib.suppress(Interrupted):  # by the signal that the parent has got too, and tells of
+        launch_local(play, ranks, *play_arguments)
 
 
 def play(case: str, options: argparse.Namespace, index: int, pipe: Connection) -> None:
@@ -185,22 +209,23 @@ def play(case: str, options: argparse.Namespace, index: int, pipe: Connection) -
     comms.close()
 
 
-def measure(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(case: str, options: argparse.Namespace, table: Table | None = None) -> list[dict[str, Any]]:
     """On every rank: the rows of one case, of contestants that share the ranks; on ranks other than 0 none."""
     sizes, comms = begin(case, options)
-    rows = compete(case, options, [Player(each.make(comms), sizes, comms) for each in contestants(case, sizes)])
+    players = [Player(each.make(comms), sizes, comms) for each in contestants(case, sizes)]
+    rows = compete(case, options, players, table if comms.everyone.rank == 0 else None)
     comms.close()
     return rows if comms.everyone.rank == 0 else []
 
 
-def measure_apart(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one case, of contestants that have local ranks of their own."""
+def measure_apart(case: str, options: argparse.Namespace, table: Table | None = None) -> list[dict[str, Any]]:
+    """The rows of one case, of contestants that have local ranks of their own; ``table`` tells how far they are."""
     with contextlib.ExitStack() as ends:
         players: list[PlayerApart] = []
         for index in range(len(contestants(case, sizes_of(options)))):
             players.append(PlayerApart(case, ranks_of(case, options), options, index))
             ends.callback(players[-1].end)
-        return compete(case, options, players)
+        return compete(case, options, players, table)
 
 
 def begin(case: str, options: argparse.Namespace) -> tuple[models.Sizes, Any]:
@@ -227,22 +252,41 @@ def ranks_of(case: str, options: argparse.Namespace) -> int:
     return int(given) if given else 1 if case == "serial" else options.ranks
 
 
-def compete(case: str, options: argparse.Namespace, players: Sequence[Player | PlayerApart]) -> list[dict[str, Any]]:
-    """Give all players their turns; a row each."""
+def compete(
+    case: str, options: argparse.Namespace, players: Sequence[Player | PlayerApart], table: Table | None = None
+) -> list[dict[str, Any]]:
+    """Give all players their turns; a row each.
+
+    Raises:
+        Stopped: Ctrl-C came; its rows are of the rounds that all had counted then, without memory.
+    """
     seconds: dict[str, list[float]] = {each.name: [] for each in players}
     blocked: dict[str, list[float]] = {each.name: [] for each in players}
     losses: dict[str, float] = {}
-    for _ in range(options.repeats):
-        for step in range(STEPS):
-            for player in players[:: -1 if step % 2 else 1]:
-                spent, waited, loss = player.turn(step)
-                if step >= STEPS - COUNTED:
-                    seconds[player.name].append(spent)
-                    blocked[player.name].append(waited)
-                losses[player.name] = loss
-    memory = {each.name: each.memory() for each in players}
+    memory: dict[str, float | None] = dict.fromkeys(seconds)
     ranks = ranks_of(case, options)
     peak = (options.peak_tflops or players[-1].rate()) * 1e12 * ranks
+    try:
+        for repeat in range(options.repeats):
+            for step in range(STEPS):
+                latest: dict[str, float] = {}
+                for player in players[:: -1 if step % 2 else 1]:
+                    spent, waited, latest[player.name] = player.turn(step)
+                    if step >= STEPS - COUNTED:
+                        seconds[player.name].append(spent)
+                        blocked[player.name].append(waited)
+                    if table is not None:
+                        done = f"step {repeat * STEPS + step + 1} of {options.repeats * STEPS}"
+                        table.progress(f"{case}: {done}: {player.name}, {1e3 * spent:.0f} ms")
+                losses = latest
+        memory = {each.name: each.memory() for each in players}
+    except KeyboardInterrupt:
+        rounds = min(map(len, seconds.values()))
+        if not rounds:
+            raise
+        for measured in (*seconds.values(), *blocked.values()):
+            del measured[rounds:]
+        raise Stopped(summarize(case, sizes_of(options), ranks, seconds, blocked, losses, memory, peak)) from None
     return summarize(case, sizes_of(options), ranks, seconds, blocked, losses, memory, peak)
 
 

@@ -11,6 +11,7 @@ import re
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ import axo
 from axo import launch
 from axo.errors import CheckpointError, ResourceError, user_message
 from axo.launch import launch_local
-from tests.launcher import run_ranks
+from tests.launcher import rank_outcomes, run_ranks
 
 LISTEN = "0A"
 
@@ -452,3 +453,30 @@ def test_what_the_launcher_has_left_does_not_end_in_a_rank(tmp_path: Path) -> No
     finally:
         gc.enable()
     assert (tmp_path / "left").read_text().split() == [str(os.getpid())]
+
+
+def be_killed_as_a_launcher(folder: str) -> None:
+    tempfile.tempdir = folder
+    with launch._own_folder() as own:
+        Path(own, "report").write_text("x")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what lives, what another user has, what is a link, and what is of another kind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for _ in range(2):
+        rank_outcomes(be_killed_as_a_launcher, 1, str(tmp_path))
+    (left,) = tmp_path.iterdir()  # the second start has removed what the first had left
+    (tmp_path / "axo-ranks-link").symlink_to(left)
+    (tmp_path / "axo-ranks-unlocked").mkdir()
+    (tmp_path / "axo-ranks-odd").mkdir()
+    os.mkfifo(tmp_path / "axo-ranks-odd" / launch._LOCK)
+    kept = {"axo-ranks-link", "axo-ranks-unlocked", "axo-ranks-odd"}
+    with monkeypatch.context() as another:
+        another.setattr(os, "getuid", lambda: 12345)
+        launch._remove_left_over()
+    assert {path.name for path in tmp_path.iterdir()} == kept | {left.name}
+    with launch._own_folder() as first, launch._own_folder() as second:
+        assert {path.name for path in tmp_path.iterdir()} == kept | {Path(first).name, Path(second).name}
+    assert {path.name for path in tmp_path.iterdir()} == kept

@@ -39,6 +39,12 @@ _MOST_CHANNELS = 32
 CAPS = (4, 8, 16)
 
 
+def _issued(work: object) -> Pending:
+    """What torch gives for a pending operation; None, for a rank outside the group, cannot happen here."""
+    assert work is not None
+    return cast(Pending, work)
+
+
 class ProcessGroupCommunicator(FusedCommunicator):
     """A torch.distributed process group (NCCL, Gloo, axo, ...)."""
 
@@ -48,13 +54,13 @@ class ProcessGroupCommunicator(FusedCommunicator):
         self.group = group
 
     def _all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
+        return _issued(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def _all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
-        return _all_gather(out, tensor, group=self.group, async_op=True)
+        return _issued(_all_gather(out, tensor, group=self.group, async_op=True))
 
     def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
-        return _reduce_scatter(out, tensor, group=self.group, async_op=True)
+        return _issued(_reduce_scatter(out, tensor, group=self.group, async_op=True))
 
     @property
     def reserved_units(self) -> int:

@@ -63,7 +63,8 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, scaling: str, over: int = -1) -
     wide = x.float()
     largest = wide.abs().amax() if scaling == "tensor" else wide.abs().amax(over, keepdim=True)
     top = torch.finfo(dtype).max
-    scale = torch.where(largest == 0, 1.0, largest / top)  # what is NaN or inf stays, and makes the result NaN
+    # Not below the normal numbers: 1e-41 / top would be 0. What is NaN or inf stays, and makes the result NaN.
+    scale = torch.where(largest == 0, 1.0, (largest / top).clamp_min(torch.finfo(torch.float32).tiny))
     return Rounded((wide / scale).clamp(-top, top).to(dtype), scale)
 
 

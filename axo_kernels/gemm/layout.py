@@ -137,6 +137,30 @@ def check_offsets(tensor: torch.Tensor, name: str) -> None:
         )
 
 
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie in one place (an expanded dim, windows of ``as_strided``): no room to write into.
+
+    Sure where it says no: each stride is longer than all that the smaller ones span.
+    """
+    span = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= span:
+                return tensor.numel() > 0
+            span += stride * (size - 1)
+    return False
+
+
+def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors lie on each other. Of two windows with gaps only the same window is seen, as torch does."""
+    if not first.numel() * second.numel() or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+        return False
+    if not all(each.is_contiguous() or each.mT.is_contiguous() for each in (first, second)):
+        return first.data_ptr() == second.data_ptr()
+    start, other = first.data_ptr(), second.data_ptr()
+    return start < other + second.nbytes and other < start + first.nbytes
+
+
 @cache
 def relayout(have: str, want: str) -> tuple[bool, bool]:
     """Say which operands must be transposed, ``(copy a, copy b)``, to compute a ``have`` product as ``want``.

@@ -18,7 +18,16 @@ import torch
 import torch.nn.functional as F
 
 from axo_kernels import device as devices
-from axo_kernels.gemm.layout import Product, as_row_major, autocast, check_offsets, folded_rows, product_of
+from axo_kernels.gemm.layout import (
+    Product,
+    as_row_major,
+    autocast,
+    check_offsets,
+    folded_rows,
+    overlaps_itself,
+    product_of,
+    share_memory,
+)
 from axo_kernels.gemm.tiles import (
     Config,
     Target,
@@ -46,8 +55,8 @@ class Epilogue:
     out_dtype: torch.dtype | None = None
     gate: torch.Tensor | None = None
 
-    def check(self, product: Product, a: torch.Tensor) -> None:
-        """Refuse what does not fit the product or together.
+    def check(self, product: Product, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Refuse what does not fit the product of a and b, or together.
 
         Raises:
             ValueError: The message says what would.
@@ -74,6 +83,16 @@ class Epilogue:
                 raise ValueError(f"matmul: out has shape {tuple(out.shape)}; the product has {shape}")
             if self.out_dtype not in (None, out.dtype):
                 raise ValueError(f"matmul: out is {out.dtype} and out_dtype is {self.out_dtype}; leave out_dtype away")
+            if out.is_neg():
+                raise ValueError("matmul: out is a view that negates (of a conjugate); write into memory of its own")
+            if overlaps_itself(out):
+                raise ValueError(
+                    f"matmul: out of shape {shape} has strides {out.stride()}, so that elements share memory; give room"
+                    " of its own to each (torch.empty)"
+                )
+            for tensor, name in ((a, "a"), (b, "b"), (bias, "bias"), (gate, "gate")):
+                if tensor is not None and share_memory(out, tensor):
+                    raise ValueError(f"matmul: out lies on {name}, which is read while out is written; give other room")
         if self.out_dtype is not None and not getattr(self.out_dtype, "is_floating_point", False):
             raise ValueError(f"matmul: out_dtype={self.out_dtype} is not a floating-point type")
 
@@ -119,7 +138,7 @@ def matmul(
     if backend not in BACKENDS:
         raise ValueError(f"matmul: backend={backend!r}; use one of {', '.join(map(repr, BACKENDS))}")
     epilogue = Epilogue(out, bias, activation, accumulate, out_dtype, gate)
-    epilogue.check(product, a)
+    epilogue.check(product, a, b)
     triton_runs = devices.runs_triton(a.device)
     if backend == "triton" and not triton_runs:
         raise ValueError(
@@ -128,6 +147,7 @@ def matmul(
         )
     if backend == "vendor" or not triton_runs or min(product.m, product.n, product.k, product.batch) == 0:
         return vendor_matmul(a, b, layout, out, bias, activation, accumulate, out_dtype, gate=gate)
+    a, b = a.resolve_neg(), b.resolve_neg()  # a kernel reads memory, not a view that negates (x.conj().imag)
     if out is None and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias, gate)):
         if activation is not None or (out_dtype or a.dtype) != a.dtype:
             raise ValueError(
@@ -262,8 +282,9 @@ def triton_matmul(
     if out is None:
         shape = (*a.shape[:-2], product.m, product.n)
         out = torch.empty(shape, dtype=epilogue.out_dtype or a.dtype, device=a.device)
-    if gate is not None and gate.stride(-1) != 1:
-        gate = gate.contiguous()
+    if gate is not None:
+        gate = gate.resolve_neg()
+        gate = gate if gate.stride(-1) == 1 else gate.contiguous()
     a, _ = folded_rows(a, b, product.layout)
     written = out
     if a.dim() == 2:  # one matrix: a's leading dims, if any, have become rows
@@ -323,6 +344,11 @@ def _launch(
             f"matmul {product.name}: configuration '{config.name}' does not fit {target.arch} ({needed} of "
             f"{target.shared_bytes} bytes of shared memory); use a smaller tile or fewer stages, or backend='vendor'"
         )
+    if config.split_k > 1 and product.batch > 1:
+        raise ValueError(
+            f"matmul {product.name}: configuration '{config.name}' cuts K in {config.split_k}, of one matrix only; use"
+            " one with split_k=1"
+        )
     tiles_m = math.ceil(product.m / config.block_m)
     tiles = tiles_m * math.ceil(product.n / config.block_n) * product.batch * config.split_k
     if tiles > _INT32:
@@ -336,7 +362,7 @@ def _launch(
     slots = target.units * config.occupancy(target, left.dtype.itemsize, out.dtype.itemsize, wide, activation or "")
     programs = min(tiles, slots)
     behind = {"HAS_BIAS": bias is not None, "ACTIVATION": activation or "", "ACCUMULATE": accumulate}
-    bias = out if bias is None else bias.contiguous()
+    bias = out if bias is None else bias.resolve_neg().contiguous()
     final, pieces = out, config.split_k
     if pieces > 1:  # fp32 sums of each piece, with whole tiles of rows: what is behind the sum comes with the last step
         rows = tiles_m * config.block_m
@@ -422,7 +448,7 @@ def launch_grouped(
     prepared = _prepared(
         hopper.hopper_matmul_kernel, min(tiles, units), (left, right, out), described, numbers, options, False
     )
-    prepared(left, right, out, None if bias is None else bias.contiguous())
+    prepared(left, right, out, None if bias is None else bias.resolve_neg().contiguous())
     return prepared
 
 

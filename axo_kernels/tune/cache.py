@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+_MOST = 16 << 20  # characters of a file
 
 
 def default_folder() -> Path:
@@ -67,7 +69,10 @@ class Cache:
 
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO has no writer
+            with os.fdopen(descriptor, encoding="utf-8") as file:
+                text = file.read(_MOST + 1) if stat.S_ISREG(os.fstat(descriptor).st_mode) else ""
+            content = json.loads(text) if len(text) <= _MOST else {}
         except (OSError, ValueError, RecursionError):
             return {}
         if not isinstance(content, dict) or any(content.get(name) != value for name, value in self.identity.items()):

@@ -11,6 +11,7 @@ import hashlib
 import json
 import platform
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ from axo_kernels.tune.error_line import in_a_line
 
 _KEPT = {"section", "failed"}  # notes that a run goes on with
 _MARKS = {"bench", "begun", "begins", "over"}  # lines that are no rows
+_QUIET = 5.0  # seconds, at least, between two words on how far a bench is
 _TRACE = 6000  # characters of a traceback that are kept: its end, where the error is
 LEFT_OUT = "left_out"  # of a note: what was not measured, so that the same command has something to go on with
 # What the parts of bench.gpu run, below the root of the repository (axo stands where it is imported from): what is
@@ -194,6 +196,7 @@ class Table:
         self.rows = [row for row in earlier if "failed" not in row]
         self.failed: dict[str, str] = {row["failed"]: row["note"] for row in earlier if "failed" in row}
         self._file = None
+        self._told = time.monotonic()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
@@ -211,6 +214,12 @@ class Table:
             cells.append(text.ljust(self._widths[name]))
         print("  ".join(cells), flush=True)
         self._write(row)
+
+    def progress(self, text: str) -> None:
+        """Say on stderr how far a bench is, once in some seconds; it is no row, and no JSON line."""
+        if time.monotonic() - self._told >= _QUIET:
+            self._told = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
 
     def note(self, text: str, **values: Any) -> None:
         """Print a line below the table; it becomes a JSON line too."""

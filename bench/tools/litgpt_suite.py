@@ -3,7 +3,7 @@
     git clone --depth 1 --branch v0.5.13 https://github.com/Lightning-AI/litgpt
     python -m bench.tools.litgpt_suite litgpt --json bench/results/litgpt_suite.jsonl
 
-Each group of files runs once without Axo, then on each grid with the plugin of ``axo.integrations.pytest_litgpt``. A
+Each group of files runs once without Axo, then on each grid with the plugin ``bench.tools.litgpt_plugin``. A
 test counts where it passes in both; what passes serially only is listed by name. The checkout is read, not changed.
 """
 
@@ -78,8 +78,8 @@ def passing(checkout: Path, files: list[str], grid: str | None) -> set[str]:
         for size in grid.split("x"):
             ranks *= int(size)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [*launch, *tested, "-p", "axo.integrations.pytest_litgpt", "--axo-grid", grid]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [*launch, *tested, "-p", "bench.tools.litgpt_plugin", "--axo-grid", grid]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}  # for the plugin
     done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=False)
     found = re.findall(r"^(?:PASSED|XPASS) (tests/\S+::.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if not re.search(r"\d+ passed", done.stdout):

@@ -1,6 +1,7 @@
 // Rings of operations and their JSON lines; see base/flight_recorder.h.
 #include "base/flight_recorder.h"
 
+#include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -195,14 +196,19 @@ std::string FlightLog::write() {
   const std::string text = lines();
   const std::string path = directory + "/axo-flight-" + std::to_string(::getpid()) + ".jsonl";
   const std::string temporary = path + ".part";
-  FILE* file = std::fopen(temporary.c_str(), "we");
+  // A new file and no link of another user's to a file of ours; what a process of this number left is ours to remove.
+  ::unlink(temporary.c_str());
+  const int descriptor = ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644);
+  FILE* file = descriptor < 0 ? nullptr : ::fdopen(descriptor, "w");
   if (file == nullptr) {
+    if (descriptor >= 0) ::close(descriptor);
     std::fprintf(stderr, "axo: flight recorder: cannot write %s: %s\n", temporary.c_str(), std::strerror(errno));
     return "";
   }
   const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
   if (std::fclose(file) != 0 || !written || std::rename(temporary.c_str(), path.c_str()) != 0) {
     std::fprintf(stderr, "axo: flight recorder: cannot write %s: %s\n", path.c_str(), std::strerror(errno));
+    ::unlink(temporary.c_str());
     return "";
   }
   return path;

@@ -12,7 +12,7 @@ constexpr const char* kAborted = "aborted through torch.distributed";
 
 C10dBackend::C10dBackend(c10::intrusive_ptr<c10d::Store> store, std::string key,
                          std::shared_ptr<Communicator> communicator, Milliseconds timeout)
-    : c10d::Backend(communicator->rank(), communicator->size()),
+    : BackendOfTorch(communicator->rank(), communicator->size()),
       store_(std::move(store)),
       key_(std::move(key)),
       communicator_(std::move(communicator)),
@@ -25,6 +25,8 @@ C10dBackend::~C10dBackend() = default;
 c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
                                                      const std::vector<int>& ranks,
                                                      const c10::intrusive_ptr<Options>& options) {
+  // torch asks again for each type of device that this backend serves, with one store a split.
+  if (store && split_store_._unsafe_get_target() == store.get()) return split_part_.lock();
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
   const int color = mine == ranks.end() ? -1 : *std::min_element(ranks.begin(), ranks.end());
   const std::string name = options ? options->group_name : "split";
@@ -32,27 +34,32 @@ c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const c10::intrusive_ptr<c1
   auto part = communicator_->split(color, int(mine - ranks.begin()), name);
   std::shared_ptr<Communicator> device_part;
   if (const auto there = device_communicator()) device_part = there->split(color, int(mine - ranks.begin()), name);
+  split_store_ = c10::weak_intrusive_ptr<c10d::Store>(store);
+  split_part_.reset();
   if (!part) return nullptr;
   auto child = c10::make_intrusive<C10dBackend>(store ? store : store_, key, part,
                                                 options ? options->timeout : options_->timeout);
   child->device_communicator_ = std::static_pointer_cast<DeviceCommunicator>(device_part);
   std::lock_guard<std::mutex> one(connect_mutex_);
   child->device_ = device_;
+  child->options_->group_name = name;
+  split_part_ = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>(child));
   return child;
 }
 
 void C10dBackend::startCoalescing() {
   TORCH_CHECK(!coalesced_, "axo: startCoalescing inside startCoalescing");
-  coalesced_ =
-      c10::make_intrusive<C10dWork>(getRank(), c10d::OpType::COALESCED, "axo:coalesced", Tensors{}, sequence_.load());
+  coalesced_ = c10::make_intrusive<C10dWork>(getRank(), c10d::OpType::COALESCED, "axo:coalesced", Tensors{},
+                                             sequence_.load(), options_->timeout, hook_futures_);
   group_start();
 }
 
 C10dBackend::WorkHandle C10dBackend::endCoalescing() {
   TORCH_CHECK(coalesced_, "axo: endCoalescing without startCoalescing");
-  WorkHandle work = std::move(coalesced_);
+  const auto work = std::move(coalesced_);
   coalesced_ = nullptr;
   group_end();
+  work->launched();
   return work;
 }
 

@@ -13,19 +13,31 @@
 //
 // Sparse tensors (COO, on the CPU) can be summed and averaged: their elements are gathered, then added up by each rank.
 //
-// Completion. The list forms need copies after the operation; whoever first sees it complete makes them (wait,
-// isCompleted, or, when a future was asked for, the thread that completes futures: torch/future_thread.h).
+// Completion. Some results need a step after the operation: lists and views are copied to where the caller wants them,
+// sparse sums are added up. Whoever sees the operation complete makes the step: a wait or isCompleted, of this Work or
+// a later one, a later blocking call, and else, for a handle that was dropped, the thread that completes futures
+// (torch/future_thread.h). Never the core's own thread: a large copy there would hold up every other operation and
+// start a pool of threads, and what it lets go of may want the GIL. On a device the steps follow in the order of
+// streams, at once.
+//
+// Overlap. Input and output may share memory in any way: where it is not one that the core takes as "in place", the
+// input is copied first. An output whose own elements share memory (expanded) is refused.
+//
+// Order. A hook of DistributedDataParallel issues collectives from callbacks of futures, which run on another thread
+// than the reducer's. A collective that follows a future which Python asked for in backward waits until its callbacks
+// are done: so all ranks issue in one order.
 #pragma once
 
 #include <c10/core/Event.h>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 #include <vector>
@@ -33,6 +45,7 @@
 #include "base/communicator.h"
 #include "base/store.h"
 #include "device/communicator.h"
+#include "torch/c10d_versions.h"
 
 namespace axo {
 
@@ -54,11 +67,33 @@ using Tensors = std::vector<at::Tensor>;
 // What makes a result complete once its operations are: a copy to where the caller wants it, say.
 using Step = std::function<void()>;
 
-class C10dWork final : public c10d::Work {
+// The futures of one backend that hooks of DistributedDataParallel wait for.
+class HookFutures {
  public:
-  C10dWork(int rank, c10d::OpType op, const char* title, const Tensors& inputs, std::uint64_t sequence);
+  void begin();
+  void end();
+  // Until the callbacks of all that have begun are done.
+  void wait() {
+    if (pending_.load(std::memory_order_acquire) > 0) wait_for_callbacks();
+  }
+
+ private:
+  void wait_for_callbacks();
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<int> pending_{0};
+};
+
+class C10dWork final : public WorkOfTorch {
+ public:
+  C10dWork(int rank, c10d::OpType op, const char* title, const Tensors& inputs, std::uint64_t sequence,
+           std::chrono::milliseconds timeout, std::shared_ptr<HookFutures> hook_futures);
   // May be called several times: a coalesced launch is one Work of many operations.
   void start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Step> last_steps, at::Device device);
+  // The operations are issued and nobody has to wait: from here on the last steps are made whoever holds this.
+  void launched();
+  // Makes the last steps of all works whose operations are complete.
+  static void deliver_completed();
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -70,12 +105,15 @@ class C10dWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   float getDuration() const override;
   std::uint64_t getSequencenumber() const override { return sequence_; }
+  std::chrono::milliseconds getTimeout() const override { return timeout_; }
 
  private:
   bool parts_completed() const;
+  std::exception_ptr part_exception() const;
   void finish();
   void complete_future();
-  void complete_future_in_order();  // of a device's streams
+  // On a stream of its own, which comes after the operation and the last steps.
+  void finish_in_order(const std::function<void()>& then);
 
   std::vector<WorkPtr> parts_;
   Tensors outputs_;
@@ -84,11 +122,17 @@ class C10dWork final : public c10d::Work {
   std::mutex finish_mutex_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
-  std::uint64_t sequence_;
+  const std::uint64_t sequence_;
+  const std::chrono::milliseconds timeout_;
+  const std::shared_ptr<HookFutures> hook_futures_;
+  std::atomic<bool> steps_left_{false};
+  std::atomic<bool> step_failed_{false};
+  std::exception_ptr step_exception_;  // written before step_failed_ is set
+  bool of_hook_ = false;
   at::Device device_{at::kCPU};
 };
 
-class C10dBackend final : public c10d::Backend {
+class C10dBackend final : public BackendOfTorch {
  public:
   // What split_group copies; it has nothing that torch's own has not.
   struct C10dOptions final : Options {
@@ -101,8 +145,9 @@ class C10dBackend final : public c10d::Backend {
   ~C10dBackend() override;
 
   const std::string getBackendName() const override { return "axo"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-  c10::intrusive_ptr<C10dOptions> own_options() { return options_; }
+  // Copies: torch writes the name and the timeout of a part into them.
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options(); }
+  c10::intrusive_ptr<C10dOptions> options() { return c10::make_intrusive<C10dOptions>(*options_); }
   // That of CPU tensors, for whoever wants to issue on it too.
   std::shared_ptr<Communicator> communicator() { return communicator_; }
   bool supportsSplitting() const override { return true; }
@@ -125,21 +170,22 @@ class C10dBackend final : public c10d::Backend {
   WorkHandle allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
   WorkHandle reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
   WorkHandle allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
-  WorkHandle _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
+  WorkHandle all_gather_single(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
   WorkHandle allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                  const c10d::AllgatherOptions& opts) override;
-  WorkHandle allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                             const c10d::AllgatherOptions& opts) override;
+  WorkHandle all_gather_single_coalesced(Tensors& outputs, Tensors& inputs,
+                                         const c10d::AllgatherOptions& opts) override;
   WorkHandle gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+  WorkHandle gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) override;
   WorkHandle scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override;
   WorkHandle reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                             const c10d::ReduceScatterOptions& opts) override;
-  WorkHandle _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                  const c10d::ReduceScatterOptions& opts) override;
-  WorkHandle reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+  WorkHandle reduce_scatter_single(at::Tensor& output, at::Tensor& input,
+                                   const c10d::ReduceScatterOptions& opts) override;
+  WorkHandle reduce_scatter_single_coalesced(Tensors& outputs, Tensors& inputs,
                                              const c10d::ReduceScatterOptions& opts) override;
-  WorkHandle alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                           std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
+  WorkHandle all_to_all_single(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                               std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
   WorkHandle alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
   WorkHandle send(Tensors& tensors, int peer, int tag) override;
   WorkHandle recv(Tensors& tensors, int peer, int tag) override;
@@ -176,6 +222,9 @@ class C10dBackend final : public c10d::Backend {
   at::Device device_{at::kCPU};                               // under connect_mutex_
   const std::shared_ptr<std::atomic<bool>> cancelled_ = std::make_shared<std::atomic<bool>>(false);
   int splits_ = 0;
+  c10::weak_intrusive_ptr<c10d::Store> split_store_{c10::intrusive_ptr<c10d::Store>()};     // of the last split
+  c10::weak_intrusive_ptr<c10d::Backend> split_part_{c10::intrusive_ptr<c10d::Backend>()};  // and what it gave
+  const std::shared_ptr<HookFutures> hook_futures_ = std::make_shared<HookFutures>();
   c10::intrusive_ptr<C10dOptions> options_;
   std::atomic<std::uint64_t> sequence_{0};
   // Non-null between startCoalescing and endCoalescing.

@@ -8,7 +8,6 @@
 #include "hosts/communicator.h"
 #include "hosts/link_limit.h"
 #include "torch/c10d_backend.h"
-#include "torch/c10d_dispatch.h"
 #include "torch/c10d_wire.h"
 
 namespace py = pybind11;
@@ -19,7 +18,6 @@ namespace axo {
 void bind_c10d(py::module_& m) {
   // c10d::Store and c10d::Backend are bound by torch; it must be loaded before they are named here.
   py::module_::import("torch.distributed");
-  shorten_c10d_dispatch();
   m.def(
       "create_host_communicator",
       [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& key, int rank, int size,
@@ -57,7 +55,7 @@ void bind_c10d(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def("get_error", &C10dBackend::getError, py::call_guard<py::gil_scoped_release>())  // as ProcessGroupNCCL has it
       .def_property_readonly("communicator", &C10dBackend::communicator)
-      .def_property_readonly("options", &C10dBackend::own_options);
+      .def_property_readonly("options", &C10dBackend::options);
 }
 
 }  // namespace axo

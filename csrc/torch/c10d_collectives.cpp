@@ -90,11 +90,13 @@ void C10dBackend::reduce_all(Launch& launch, const at::Tensor& t, const c10d::Re
   const ReduceOp op = op_of(reduce_op);
   const auto [dtype, count] = reduced("all_reduce", t, op);
   const at::Tensor buffer = launch.out(t, true);
+  void* out = buffer.data_ptr();
   if (const auto factor = device_factor(reduce_op, t)) {
-    launch.issue(&DeviceCommunicator::all_reduce_scaled, launch.in(buffer), buffer.data_ptr(), count, dtype, *factor);
+    launch.issue(&DeviceCommunicator::all_reduce_scaled, out, out, count, dtype, *factor);
+  } else if (reduce_op.op_ == c10d::ReduceOp::PREMUL_SUM) {
+    launch.issue(&Communicator::all_reduce, launch.in(premultiplied(buffer, reduce_op)), out, count, dtype, op);
   } else {
-    const at::Tensor input = premultiplied(buffer, reduce_op);
-    launch.issue(&Communicator::all_reduce, launch.in(input), buffer.data_ptr(), count, dtype, op);
+    launch.issue(&Communicator::all_reduce, out, out, count, dtype, op);
   }
 }
 
@@ -126,7 +128,7 @@ C10dBackend::WorkHandle C10dBackend::allreduce_sparse(Tensors& tensors, const c1
   c10d::AllgatherOptions at_once;
   at_once.timeout = opts.timeout;
   at_once.asyncOp = false;
-  _allgather_base(table, row, at_once);
+  all_gather_single(table, row, at_once);
   TORCH_CHECK_VALUE(table.slice(1, 1).eq(row.slice(0, 1)).all().item<bool>(),
                     "all_reduce: the ranks' sparse tensors have different shapes, or sparse dims; here ", t.sizes());
 
@@ -142,6 +144,8 @@ C10dBackend::WorkHandle C10dBackend::allreduce_sparse(Tensors& tensors, const c1
   gather_list(launch, all_indices, indices);
   gather_list(launch, all_values, values);
   launch.last_steps.push_back([t, all_indices, all_values, op, size = getSize()] {
+    const c10::InferenceMode mode(t.is_inference());
+    const at::NoGradGuard no_grad;
     at::Tensor sum = at::sparse_coo_tensor(at::cat(all_indices, 1), at::cat(all_values), t.sizes()).coalesce();
     if (op == ReduceOp::avg) sum.values().div_(size);
     t.copy_(sum);
@@ -166,8 +170,8 @@ C10dBackend::WorkHandle C10dBackend::reduce(Tensors& tensors, const c10d::Reduce
   const ReduceOp op = op_of(opts.reduceOp);
   const auto [dtype, count] = reduced("reduce", t, op);
   Launch launch(*this, c10d::OpType::REDUCE, "axo:reduce", tensors, opts);
-  const void* in = launch.in(premultiplied(t, opts.reduceOp));
   void* out = opts.rootRank == getRank() ? launch.out(t).data_ptr() : nullptr;
+  const void* in = launch.in(premultiplied(t, opts.reduceOp), out);
   launch.issue(&Communicator::reduce, in, out, count, dtype, op, int(opts.rootRank));
   return launch.end({t});
 }
@@ -214,8 +218,8 @@ C10dBackend::WorkHandle C10dBackend::recvAnysource(Tensors& tensors, int tag) {
 
 void C10dBackend::gather_into(Launch& launch, const at::Tensor& output, const at::Tensor& input) {
   const auto [dtype, count] = moved(input);
-  const void* in = launch.in(input);
-  void* out = launch.out(output).data_ptr();
+  char* out = static_cast<char*>(launch.out(output).data_ptr());
+  const void* in = launch.in(input, out + input.nbytes() * getRank());
   launch.issue(&Communicator::all_gather, in, out, count, dtype);
 }
 
@@ -224,15 +228,17 @@ void C10dBackend::gather_list(Launch& launch, const Tensors& outputs, const at::
   if (same_sizes(outputs)) {
     TORCH_CHECK_VALUE(outputs[0].numel() == input.numel(), "all_gather: outputs of ", outputs[0].numel(),
                       " elements for inputs of ", input.numel());
-    const void* in = launch.in(input);
-    launch.issue(&Communicator::all_gather, in, launch.out_flat(outputs), count, dtype);
+    char* out = static_cast<char*>(launch.out_flat(outputs));
+    const void* in = launch.in(input, out + input.nbytes() * getRank());
+    launch.issue(&Communicator::all_gather, in, out, count, dtype);
     return;
   }
   TORCH_CHECK_VALUE(outputs[getRank()].numel() == input.numel(), "all_gather: this rank's output has ",
                     outputs[getRank()].numel(), " elements, its input ", input.numel());
+  const at::Tensor mine = input.is_alias_of(outputs[getRank()]) ? input.clone() : input;
   for (int root = 0; root < getSize(); ++root) {
     const at::Tensor buffer = launch.out(outputs[root]);
-    if (root == getRank()) buffer.copy_(input.view_as(buffer));
+    if (root == getRank()) copy_now(buffer, mine.view_as(buffer));
     launch.issue(&Communicator::broadcast, buffer.data_ptr(), moved(buffer).count, dtype, root);
   }
 }
@@ -241,24 +247,26 @@ void C10dBackend::scatter_from(Launch& launch, const at::Tensor& output, const a
                                const c10d::ReduceOp& reduce_op) {
   const ReduceOp op = op_of(reduce_op);
   const auto [dtype, count] = reduced("reduce_scatter", output, op);
-  void* out = launch.out(output).data_ptr();
+  char* out = static_cast<char*>(launch.out(output).data_ptr());
+  const char* place = out - output.nbytes() * getRank();
   if (const auto factor = device_factor(reduce_op, input)) {
-    launch.issue(&DeviceCommunicator::reduce_scatter_scaled, launch.in(input), out, count, dtype, *factor);
+    launch.issue(&DeviceCommunicator::reduce_scatter_scaled, launch.in(input, place), out, count, dtype, *factor);
   } else {
-    launch.issue(&Communicator::reduce_scatter, launch.in(premultiplied(input, reduce_op)), out, count, dtype, op);
+    const void* in = launch.in(premultiplied(input, reduce_op), place);
+    launch.issue(&Communicator::reduce_scatter, in, out, count, dtype, op);
   }
 }
 
-C10dBackend::WorkHandle C10dBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                     const c10d::AllgatherOptions& opts) {
+C10dBackend::WorkHandle C10dBackend::all_gather_single(at::Tensor& output, at::Tensor& input,
+                                                       const c10d::AllgatherOptions& opts) {
   parts_of("all_gather_into_tensor", output, input, getSize());
   Launch launch(*this, c10d::OpType::_ALLGATHER_BASE, "axo:_all_gather_base", {input}, opts);
   gather_into(launch, output, input);
   return launch.end({output});
 }
 
-C10dBackend::WorkHandle C10dBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                                     const c10d::AllgatherOptions& opts) {
+C10dBackend::WorkHandle C10dBackend::all_gather_single_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                 const c10d::AllgatherOptions& opts) {
   TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "all_gather_into_tensor_coalesced: ", outputs.size(),
                     " outputs for ", inputs.size(), " inputs");
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -315,10 +323,26 @@ C10dBackend::WorkHandle C10dBackend::gather(std::vector<Tensors>& outputs, Tenso
   Sizes sent(getSize(), 0);
   sent[root] = count;
   const Sizes received = here ? counts_of(parts) : Sizes(getSize(), 0);
-  const void* in = launch.in(input);
   void* out = here ? launch.out_flat(parts) : nullptr;
+  const void* in = launch.in(input);
   launch.issue(&Communicator::all_to_all_v, in, sent, Sizes(getSize(), 0), out, received, offsets_of(received), dtype);
   return launch.end(std::move(parts));
+}
+
+C10dBackend::WorkHandle C10dBackend::gather_single(at::Tensor& output, at::Tensor& input,
+                                                   const c10d::GatherOptions& opts) {
+  check("gather_single", input);
+  const int root = int(opts.rootRank);
+  TORCH_CHECK_VALUE(root >= 0 && root < getSize(), "gather_single: root ", root, " is not one of ", getSize(),
+                    " ranks");
+  const bool here = root == getRank();
+  if (here) parts_of("gather_single", output, input, getSize());
+  Launch launch(*this, c10d::OpType::GATHER, "axo:gather", {input}, opts);
+  const auto [dtype, count] = moved(input);
+  char* out = here ? static_cast<char*>(launch.out(output).data_ptr()) : nullptr;
+  const void* in = launch.in(input, here ? out + input.nbytes() * root : nullptr);
+  launch.issue(&Communicator::gather, in, out, count, dtype, root);
+  return launch.end({output});
 }
 
 C10dBackend::WorkHandle C10dBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -334,21 +358,21 @@ C10dBackend::WorkHandle C10dBackend::scatter(Tensors& outputs, std::vector<Tenso
   const Sizes sent = here ? counts_of(parts) : Sizes(getSize(), 0);
   Sizes received(getSize(), 0);
   received[root] = count;
-  const void* in = here ? launch.in_flat(parts) : nullptr;
   void* out = launch.out(output).data_ptr();
+  const void* in = here ? launch.in_flat(parts) : nullptr;
   launch.issue(&Communicator::all_to_all_v, in, sent, offsets_of(sent), out, received, Sizes(getSize(), 0), dtype);
   return launch.end({output});
 }
 
-C10dBackend::WorkHandle C10dBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                          const c10d::ReduceScatterOptions& opts) {
+C10dBackend::WorkHandle C10dBackend::reduce_scatter_single(at::Tensor& output, at::Tensor& input,
+                                                           const c10d::ReduceScatterOptions& opts) {
   parts_of("reduce_scatter_tensor", input, output, getSize());
   Launch launch(*this, c10d::OpType::_REDUCE_SCATTER_BASE, "axo:_reduce_scatter_base", {input}, opts);
   scatter_from(launch, output, input, opts.reduceOp);
   return launch.end({output});
 }
 
-C10dBackend::WorkHandle C10dBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+C10dBackend::WorkHandle C10dBackend::reduce_scatter_single_coalesced(Tensors& outputs, Tensors& inputs,
                                                                      const c10d::ReduceScatterOptions& opts) {
   TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced: ", outputs.size(),
                     " outputs for ", inputs.size(), " inputs");
@@ -374,33 +398,33 @@ C10dBackend::WorkHandle C10dBackend::reduce_scatter(Tensors& outputs, std::vecto
                 even ? Launch::single_launch : Launch::grouped_launch);
   Tensors scaled;
   for (const at::Tensor& part : parts) scaled.push_back(premultiplied(part, opts.reduceOp));
-  void* out = launch.out(output).data_ptr();
+  char* out = static_cast<char*>(launch.out(output).data_ptr());
   if (even) {
-    const void* in = launch.in_flat(scaled);
+    const void* in = launch.in_flat(scaled, out - output.nbytes() * getRank());
     const std::size_t count = reduced("reduce_scatter", output, op).count;
     launch.issue(&Communicator::reduce_scatter, in, out, count, dtype, op);
   } else {
     for (int root = 0; root < getSize(); ++root) {
       const std::size_t count = reduced("reduce_scatter", parts[root], op).count;
       void* mine = root == getRank() ? out : nullptr;
-      launch.issue(&Communicator::reduce, launch.in(scaled[root]), mine, count, dtype, op, root);
+      launch.issue(&Communicator::reduce, launch.in(scaled[root], mine), mine, count, dtype, op, root);
     }
   }
   return launch.end({output});
 }
 
-C10dBackend::WorkHandle C10dBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                                   std::vector<int64_t>& output_splits,
-                                                   std::vector<int64_t>& input_splits,
-                                                   const c10d::AllToAllOptions& opts) {
+C10dBackend::WorkHandle C10dBackend::all_to_all_single(at::Tensor& output, at::Tensor& input,
+                                                       std::vector<int64_t>& output_splits,
+                                                       std::vector<int64_t>& input_splits,
+                                                       const c10d::AllToAllOptions& opts) {
   check("all_to_all_single", output);
   check("all_to_all_single", input);
   same_dtype("all_to_all_single", output, input);
   const Sizes sent = cut("all_to_all_single", input, input_splits, getSize());
   const Sizes received = cut("all_to_all_single", output, output_splits, getSize());
   Launch launch(*this, c10d::OpType::ALLTOALL_BASE, "axo:all_to_all", {input}, opts);
-  const void* in = launch.in(input);
   void* out = launch.out(output).data_ptr();
+  const void* in = launch.in(input);
   launch.issue(&Communicator::all_to_all_v, in, sent, offsets_of(sent), out, received, offsets_of(received),
                moved(input).dtype);
   return launch.end({output});
@@ -412,8 +436,8 @@ C10dBackend::WorkHandle C10dBackend::alltoall(Tensors& outputs, Tensors& inputs,
   only_list("all_to_all", {outputs}, inputs[0], getSize());
   Launch launch(*this, c10d::OpType::ALLTOALL, "axo:all_to_all", inputs, opts);
   const Sizes sent = counts_of(inputs), received = counts_of(outputs);
-  const void* in = launch.in_flat(inputs);
   void* out = launch.out_flat(outputs);
+  const void* in = launch.in_flat(inputs);
   launch.issue(&Communicator::all_to_all_v, in, sent, offsets_of(sent), out, received, offsets_of(received),
                moved(inputs[0]).dtype);
   return launch.end(outputs);

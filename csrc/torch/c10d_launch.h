@@ -10,11 +10,15 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/SmallVector.h>
 
 #include "base/error.h"
 #include "torch/c10d_backend.h"
+#include "torch/future_thread.h"
 #include "torch/held.h"
 
 namespace axo {
@@ -78,11 +82,25 @@ inline ReduceOp op_of(const c10d::ReduceOp& op) {
   return static_cast<ReduceOp>(op.op_);
 }
 
-inline at::Tensor premultiplied(const at::Tensor& t, const c10d::ReduceOp& op) {
-  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return t;
+// The factor of a pre-multiplied sum of `t`, and null for other operations. `t` times it has to be of the dtype and the
+// shape that the core is told of.
+inline const c10d::NCCLPreMulSumSupplement* factor_of(const c10d::ReduceOp& op, const at::Tensor& t) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return nullptr;
   const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK_VALUE(factor, "axo: PREMUL_SUM without its factor");
-  return factor->tensor_factor.defined() ? t.mul(factor->tensor_factor) : t.mul(factor->double_factor);
+  TORCH_CHECK_VALUE(t.is_floating_point() || t.is_complex(), "axo: a pre-multiplied sum is of floating point, not of ",
+                    t.scalar_type(), "; multiply first, then sum");
+  const at::Tensor& tensor = factor->tensor_factor;
+  TORCH_CHECK_VALUE(!tensor.defined() || !tensor.is_complex() || t.is_complex(),
+                    "axo: a complex factor of a pre-multiplied sum of ", t.scalar_type());
+  return factor;
+}
+
+inline at::Tensor premultiplied(const at::Tensor& t, const c10d::ReduceOp& op) {
+  const auto* factor = factor_of(op, t);
+  if (!factor) return t;
+  if (!factor->tensor_factor.defined()) return t.mul(factor->double_factor);
+  return t.mul(factor->tensor_factor.reshape({})).to(t.scalar_type());  // a wider factor widens some products
 }
 
 // The one kind of accelerator that this process has; its tensors go over NCCL or RCCL.
@@ -104,8 +122,8 @@ inline void check(const char* what, const at::Tensor& t) {
 
 // The factor of a sum that the device multiplies with itself.
 inline std::optional<double> device_factor(const c10d::ReduceOp& op, const at::Tensor& t) {
-  if (op.op_ != c10d::ReduceOp::PREMUL_SUM || t.device().is_cpu() || !t.is_floating_point()) return std::nullopt;
-  const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  if (t.device().is_cpu() || !t.is_floating_point()) return std::nullopt;
+  const auto* factor = factor_of(op, t);
   if (!factor || factor->tensor_factor.defined()) return std::nullopt;
   return factor->double_factor;
 }
@@ -116,7 +134,26 @@ inline const at::Tensor& only(const char* what, const Tensors& tensors) {
   return tensors[0];
 }
 
-inline bool plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
+inline bool plain(const at::Tensor& t) {
+  return t.is_contiguous() && !t.is_conj() && !t.is_neg() && !t._is_zerotensor();
+}
+
+// The memory of a plain tensor, or of several that lie one after the other.
+struct Extent {
+  const char* begin = nullptr;
+  std::size_t bytes = 0;
+
+  bool overlaps(const Extent& other) const { return begin < other.begin + other.bytes && other.begin < begin + bytes; }
+};
+
+inline Extent extent_of(const at::Tensor& t) { return {static_cast<const char*>(t.const_data_ptr()), t.nbytes()}; }
+
+// Copies in the mode in which `to` may be written: one that was made in inference mode only there.
+inline void copy_now(const at::Tensor& to, const at::Tensor& from) {
+  const c10::InferenceMode mode(to.is_inference());
+  const at::NoGradGuard no_grad;
+  to.copy_(from);
+}
 
 // Whether the tensors lie one after the other in memory, as the chunks of one tensor do.
 inline bool consecutive(const Tensors& tensors) {
@@ -150,6 +187,7 @@ struct C10dBackend::Launch {
   Launch(C10dBackend& backend, c10d::OpType type, const char* title, const Tensors& inputs, const Options& opts,
          Kind kind, at::Device device, int* peer = nullptr)
       : backend(backend),
+        title(title),
         device(device),
         communicator(peer ? backend.communicator_with(device, *peer) : backend.communicator_of(device)),
         grouped(kind == grouped_launch) {
@@ -158,7 +196,10 @@ struct C10dBackend::Launch {
       TORCH_CHECK_VALUE(t.device() == device, title, ": tensors on ", device, " and on ", t.device(),
                         "; those of one call are on one device");
     }
-    if (!c10d::isP2POp(type)) ++backend.sequence_;
+    if (!c10d::isP2POp(type)) {
+      ++backend.sequence_;
+      if (!FutureThread::here()) backend.hook_futures_->wait();
+    }
     wait_here = !opts.asyncOp && !backend.coalesced_;
     options.blocking = wait_here && !grouped;
     options.timeout = opts.timeout < Milliseconds::zero() ? backend.options_->timeout : opts.timeout;
@@ -166,7 +207,8 @@ struct C10dBackend::Launch {
     if (backend.coalesced_) {
       work = backend.coalesced_;
     } else if (!options.blocking || !device.is_cpu() || at::hasCallbacks()) {
-      work = c10::make_intrusive<C10dWork>(backend.getRank(), type, title, inputs, backend.sequence_.load());
+      work = c10::make_intrusive<C10dWork>(backend.getRank(), type, title, inputs, backend.sequence_.load(),
+                                           options.timeout, backend.hook_futures_);
     }
     if (work) options.keep_alive = by_program(held = std::make_shared<Tensors>());
     options.stream = current_stream(device);
@@ -186,25 +228,34 @@ struct C10dBackend::Launch {
     if (work) parts.push_back(std::move(part));
   }
 
-  // `t` lives until the call returns.
-  const void* in(const at::Tensor& t) { return !work && plain(t) ? t.const_data_ptr() : in(at::Tensor(t)); }
-  const void* in(at::Tensor&& t) {
-    return hold(plain(t) ? std::move(t) : t.resolve_conj().resolve_neg().contiguous()).const_data_ptr();
+  // Buffers. Outputs come first: an input that overlaps with one is copied, unless it begins at `place`, which the core
+  // takes as in place. `t` lives until the call returns.
+  const void* in(const at::Tensor& t, const void* place = nullptr) {
+    if (!plain(t)) return hold(copied(t)).const_data_ptr();
+    if (overwritten(extent_of(t), place)) return hold(t.clone()).const_data_ptr();
+    read.push_back(extent_of(t));
+    return work ? hold(t).const_data_ptr() : t.const_data_ptr();
+  }
+  const void* in(at::Tensor&& t, const void* place = nullptr) {
+    return in(static_cast<const at::Tensor&>(work ? t : hold(std::move(t))), place);
   }
   // Where the core writes what shall end up in `t`; holds the values of `t` when `filled`.
   at::Tensor out(const at::Tensor& t, bool filled = false) {
-    if (!work && plain(t)) return t;
-    const at::Tensor buffer = hold(plain(t) ? t : at::empty(t.sizes(), t.options()));
-    if (!buffer.is_same(t)) {
-      if (filled) buffer.copy_(t);
-      copy(t, buffer);
+    if (plain(t) && !overlaps(extent_of(t))) {
+      written.push_back(extent_of(t));
+      return work ? hold(t) : t;
     }
+    check_apart(t);
+    const at::Tensor buffer = hold(at::empty(t.sizes(), t.options()));
+    if (filled) buffer.copy_(t);
+    copy(t, buffer);
     return buffer;
   }
   // The same for tensors that the core takes as one: themselves when they lie so, else a staging buffer.
-  const void* in_flat(const Tensors& tensors) {
-    if (consecutive(tensors)) {
+  const void* in_flat(const Tensors& tensors, const void* place = nullptr) {
+    if (consecutive(tensors) && !overwritten(extent_of_all(tensors), place)) {
       if (held) held->insert(held->end(), tensors.begin(), tensors.end());
+      read.push_back(extent_of_all(tensors));
       return first_address(tensors);
     }
     Tensors rows;
@@ -212,12 +263,16 @@ struct C10dBackend::Launch {
     return hold(at::cat(rows)).const_data_ptr();
   }
   void* out_flat(const Tensors& tensors) {
-    if (consecutive(tensors)) {
+    if (consecutive(tensors) && !overlaps(extent_of_all(tensors))) {
       if (held) held->insert(held->end(), tensors.begin(), tensors.end());
+      written.push_back(extent_of_all(tensors));
       return first_address(tensors);
     }
     int64_t total = 0;
-    for (const at::Tensor& t : tensors) total += t.numel();
+    for (const at::Tensor& t : tensors) {
+      check_apart(t);
+      total += t.numel();
+    }
     const at::Tensor flat = hold(at::empty({total}, tensors[0].options()));
     int64_t start = 0;
     for (const at::Tensor& t : tensors) {
@@ -227,7 +282,21 @@ struct C10dBackend::Launch {
     return flat.data_ptr();
   }
   void copy(const at::Tensor& to, const at::Tensor& from) {
-    last_steps.push_back([to, from] { to.copy_(from); });
+    last_steps.push_back([to, from] { copy_now(to, from); });
+  }
+  void check_apart(const at::Tensor& result) const {
+    TORCH_CHECK_VALUE(at::has_internal_overlap(result) != at::MemOverlap::Yes, title,
+                      ": elements of a result of shape ", result.sizes(), " and strides ", result.strides(),
+                      " share memory; use .contiguous()");
+  }
+  bool overwritten(const Extent& in, const void* place) const {
+    return in.begin != place &&
+           std::any_of(written.begin(), written.end(), [&](auto& out) { return out.overlaps(in); });
+  }
+  // With what this call reads or writes besides.
+  bool overlaps(const Extent& out) const {
+    return std::any_of(read.begin(), read.end(), [&](auto& in) { return in.overlaps(out); }) ||
+           std::any_of(written.begin(), written.end(), [&](auto& other) { return other.overlaps(out); });
   }
   WorkHandle end(at::TensorList outputs) {
     if (grouped) {
@@ -235,12 +304,16 @@ struct C10dBackend::Launch {
       group_end();
     }
     if (!work) {
-      at::NoGradGuard no_grad;
       for (const Step& step : last_steps) step();
+      C10dWork::deliver_completed();
       return nullptr;
     }
     work->start(std::move(parts), outputs.vec(), std::move(last_steps), device);
-    if (wait_here) work->wait(::kNoTimeout);
+    if (wait_here) {
+      work->wait(::kNoTimeout);
+    } else if (work != backend.coalesced_) {
+      work->launched();
+    }
     return work;
   }
 
@@ -257,8 +330,19 @@ struct C10dBackend::Launch {
     }
     return nullptr;
   }
+  static Extent extent_of_all(const Tensors& tensors) {
+    Extent all{static_cast<const char*>(first_address(tensors)), 0};
+    for (const at::Tensor& t : tensors) all.bytes += t.nbytes();
+    return all;
+  }
+  static at::Tensor copied(const at::Tensor& t) {
+    if (t._is_zerotensor()) return at::zeros(t.sizes(), t.options());
+    return t.resolve_conj().resolve_neg().contiguous();
+  }
 
+  const at::NoGradGuard no_grad;  // copies are no part of anybody's graph
   C10dBackend& backend;
+  const char* const title;
   at::Device device;
   Communicator& communicator;
   bool grouped;
@@ -266,6 +350,7 @@ struct C10dBackend::Launch {
   CallOptions options;
   std::shared_ptr<Tensors> held;  // by the Work; null without one
   Tensors own_buffers;
+  c10::SmallVector<Extent, 2> read, written;
   std::vector<WorkPtr> parts;
   std::vector<Step> last_steps;
   c10::intrusive_ptr<C10dWork> work;  // null: the call is complete when the core's returns

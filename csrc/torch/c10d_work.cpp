@@ -1,8 +1,12 @@
 // C10dStore and C10dWork: see torch/c10d_backend.h.
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
 #include <exception>
 #include <thread>
+
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "torch/c10d_launch.h"
 #include "torch/future_thread.h"
@@ -24,6 +28,55 @@ void when_all_complete(const std::vector<WorkPtr>& parts, std::function<void()> 
       if (left->fetch_sub(1) == 1) (*shared)();
     });
   }
+}
+
+// Lets others have the GIL while this thread waits for a mutex, whose holder may want it.
+class WithoutGil {
+ public:
+  explicit WithoutGil(bool waits = true) {
+    if (waits && PyGILState_Check() != 0) release_.emplace();
+  }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> release_;
+};
+
+// The works whose last steps nobody has made yet.
+class Undelivered {
+ public:
+  void add(c10::intrusive_ptr<C10dWork> work) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    works_.push_back(std::move(work));
+    any_.store(true, std::memory_order_release);
+  }
+  // The caller holds a reference.
+  void remove(const C10dWork* work) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto is_it = [work](const auto& each) { return each.get() == work; };
+    works_.erase(std::remove_if(works_.begin(), works_.end(), is_it), works_.end());
+    any_.store(!works_.empty(), std::memory_order_release);
+  }
+  std::vector<c10::intrusive_ptr<C10dWork>> all() {
+    if (!any_.load(std::memory_order_acquire)) return {};
+    std::lock_guard<std::mutex> lock(mutex_);
+    return works_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<c10::intrusive_ptr<C10dWork>> works_;
+  std::atomic<bool> any_{false};
+};
+
+// Never destroyed: threads may outlive statics. A forked child begins anew: its copy of the parent's may be locked.
+std::atomic<Undelivered*> current{nullptr};
+Undelivered& undelivered() {
+  static const int registered = [] {
+    current = new Undelivered;
+    return ::pthread_atfork(nullptr, nullptr, [] { current = new Undelivered; });
+  }();
+  (void)registered;
+  return *current;
 }
 
 }  // namespace
@@ -64,8 +117,31 @@ void C10dStore::remove(const std::string& key) {
   }
 }
 
-C10dWork::C10dWork(int rank, c10d::OpType op, const char* title, const Tensors& inputs, std::uint64_t sequence)
-    : c10d::Work(rank, op, title, inputs), sequence_(sequence) {}
+void HookFutures::begin() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++pending_;
+}
+
+void HookFutures::end() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    --pending_;
+  }
+  changed_.notify_all();
+}
+
+void HookFutures::wait_for_callbacks() {
+  const WithoutGil others_may_run;
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return pending_ == 0; });
+}
+
+C10dWork::C10dWork(int rank, c10d::OpType op, const char* title, const Tensors& inputs, std::uint64_t sequence,
+                   std::chrono::milliseconds timeout, std::shared_ptr<HookFutures> hook_futures)
+    : WorkOfTorch(rank, op, title, inputs),
+      sequence_(sequence),
+      timeout_(timeout),
+      hook_futures_(std::move(hook_futures)) {}
 
 void C10dWork::start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Step> last_steps, at::Device device) {
   if (!device.is_cpu()) device_ = device;
@@ -78,6 +154,24 @@ void C10dWork::start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<St
   }
 }
 
+void C10dWork::launched() {
+  if (last_steps_.empty()) return;
+  if (!device_.is_cpu()) return finish_in_order([] {});
+  if (parts_completed()) return finish();
+  auto self = c10::intrusive_ptr<C10dWork>::unsafe_reclaim_from_nonowning(this);
+  steps_left_ = true;
+  undelivered().add(self);
+  // The core's thread keeps no reference: the end of a Work may want the GIL.
+  when_all_complete(
+      parts_, [self = std::move(self)]() mutable { FutureThread::post([self = std::move(self)] { self->finish(); }); });
+}
+
+void C10dWork::deliver_completed() {
+  for (const auto& work : undelivered().all()) {
+    if (work->parts_completed()) work->finish();
+  }
+}
+
 bool C10dWork::parts_completed() const {
   for (const WorkPtr& part : parts_) {
     if (!part->is_completed()) return false;
@@ -87,13 +181,19 @@ bool C10dWork::parts_completed() const {
 
 bool C10dWork::isCompleted() {
   if (!parts_completed()) return false;
-  if (!exception()) finish();
+  finish();
+  deliver_completed();
   return true;
 }
 
 bool C10dWork::isSuccess() const { return parts_completed() && !exception(); }
 
 std::exception_ptr C10dWork::exception() const {
+  if (auto error = part_exception()) return error;
+  return step_failed_ ? step_exception_ : nullptr;
+}
+
+std::exception_ptr C10dWork::part_exception() const {
   for (const WorkPtr& part : parts_) {
     if (auto error = part->exception()) return error;
   }
@@ -118,6 +218,8 @@ bool C10dWork::wait(std::chrono::milliseconds timeout) {
     }
   }
   finish();
+  if (step_failed_) std::rethrow_exception(step_exception_);
+  deliver_completed();
   release_now();
   return true;
 }
@@ -131,12 +233,19 @@ int C10dWork::sourceRank() const {
 
 // On a device the steps run on the stream that is current; on another one, later, the caller comes after them.
 void C10dWork::finish() {
+  const auto steps = std::make_shared<std::vector<Step>>();  // ends after the lock: it may want the GIL
+  const WithoutGil others_may_run(device_.is_cpu() && steps_left_);
   std::lock_guard<std::mutex> lock(finish_mutex_);
-  const auto steps = std::make_shared<std::vector<Step>>(std::exchange(last_steps_, {}));
-  {
-    at::NoGradGuard no_grad;
-    for (const Step& step : *steps) step();
+  steps->swap(last_steps_);
+  if (!steps->empty() && !part_exception()) {
+    try {
+      for (const Step& step : *steps) step();
+    } catch (...) {
+      step_exception_ = std::current_exception();
+      step_failed_ = true;
+    }
   }
+  if (steps_left_.exchange(false)) undelivered().remove(this);
   if (device_.is_cpu() || (steps->empty() && !copied_)) return;
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   if (steps->empty()) return copied_->block(stream);
@@ -154,17 +263,22 @@ c10::intrusive_ptr<c10::ivalue::Future> C10dWork::getFuture() {
     future_ = c10::make_intrusive<c10::ivalue::Future>(type, devices);
   }
   if (!device_.is_cpu()) {
-    complete_future_in_order();
+    // The future remembers where the streams that are current here stand.
+    finish_in_order([this] { future_->markCompleted(c10::IValue(outputs_)); });
     return future_;
   }
   // A callback that issues a collective may wait for its future (torch's PowerSGD hook does), which only this thread
   // could complete: so wait for the operation at once.
   if (parts_completed() || FutureThread::here()) {
     complete_future();
-  } else {
-    auto self = c10::intrusive_ptr<C10dWork>::unsafe_reclaim_from_nonowning(this);
-    when_all_complete(parts_, [self] { FutureThread::post([self] { self->complete_future(); }); });
+    return future_;
   }
+  of_hook_ = torch::autograd::get_current_graph_task_id() >= 0 && PyGILState_Check() != 0;
+  if (of_hook_) hook_futures_->begin();
+  auto self = c10::intrusive_ptr<C10dWork>::unsafe_reclaim_from_nonowning(this);
+  when_all_complete(parts_, [self = std::move(self)]() mutable {
+    FutureThread::post([self = std::move(self)] { self->complete_future(); });
+  });
   return future_;
 }
 
@@ -175,20 +289,19 @@ void C10dWork::complete_future() {
   } catch (...) {
     future_->setErrorIfNeeded(std::current_exception());
   }
+  if (of_hook_) hook_futures_->end();
 }
 
-// The future remembers where the streams that are current here stand: so one is made current that comes after the
-// operation.
-void C10dWork::complete_future_in_order() {
+void C10dWork::finish_in_order(const std::function<void()>& then) {
   const c10::impl::VirtualGuardImpl guard(device_.type());
   const at::Device place = guard.exchangeDevice(device_);
   const c10::Stream before = guard.exchangeStream(guard.getStreamFromGlobalPool(device_));
   try {
     for (const WorkPtr& part : parts_) part->wait_on(current_stream(device_));
     finish();
-    future_->markCompleted(c10::IValue(outputs_));
+    then();
   } catch (...) {
-    future_->setErrorIfNeeded(std::current_exception());
+    if (future_) future_->setErrorIfNeeded(std::current_exception());
   }
   guard.exchangeStream(before);
   guard.exchangeDevice(place);

@@ -106,4 +106,4 @@ class _Package(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
-_c10d.register_when_torch_loads()
+_c10d.register()

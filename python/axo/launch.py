@@ -6,8 +6,9 @@ operation and each rank sets its thread count before anything else. With a GPU t
 
 Each rank that fails writes a report. Where several fail, the cause is shown, not its consequences: an error of a rank's
 own comes first, then a rank that a signal killed, then a peer that was lost. A signal (Ctrl-C, SIGTERM) ends all ranks.
-With ``launch_local(..., terminate=True)`` ranks get SIGTERM too, and end in their own time (``Termination``); one that
-is stopped (SIGSTOP) goes on for that. A launcher that dies takes its ranks with it.
+With ``launch_local(..., terminate=True)`` ranks get SIGTERM, or the first Ctrl-C, too, and end in their own time
+(``Termination``); one that is stopped (SIGSTOP) goes on for that. The next Ctrl-C ends them at once. A launcher that
+dies takes its ranks with it.
 The ranks meet at a store that listens on the loopback interface alone; torch's own listens on all of them. Under
 torchrun nothing is launched: the process is a rank already, and the store is where torchrun put it.
 """
@@ -25,6 +26,7 @@ import multiprocessing
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -38,12 +40,16 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from axo import files
 from axo.errors import Aborted, PeerLost, ResourceError, Timeout, user_message
 
 _LOOPBACK = "axo-loopback"
+_FOLDER = "axo-ranks-"  # how a launch's folder begins
+_LOCK = ".launcher"  # a file in it, locked while the launcher or a rank that it has forked lives
 _SHM = "/dev/shm"
 _TOLD = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-_ASKED = "asked-to-end"  # a file among the reports
+_ASKED = "asked-to-end"  # a file among the reports: the signal's number
+_LOST = "lost"  # another one: what a second Ctrl-C costs, in words
 CONSEQUENCES = (PeerLost, Aborted)  # of what another rank did
 _GLOO_LOST_A_PEER = "gloo/transport"  # in the RuntimeError of torch's own collectives: trainers call some
 _FREE_FILES = 16
@@ -57,16 +63,18 @@ class Interrupted(KeyboardInterrupt):
 
     Attributes:
         signal: Its number.
+        lost: What was not saved, in words; "": unknown, or nothing is saved.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, lost: str = "") -> None:
         super().__init__(signal.Signals(number).name)
-        self.signal = number
+        self.signal, self.lost = number, lost
 
 
 # Called in a rank of ``launch_local`` when its function has returned; what they raise is the rank's error. atexit would
 # not do: it runs nothing in forked processes.
 BEFORE_A_RANK_ENDS: list[Callable[[], None]] = []
+_reports: list[Path] = []  # of the launch of which this process is a rank
 
 
 class RankFailed(RuntimeError):
@@ -187,34 +195,57 @@ def keep_freed_memory() -> None:
 
 
 class Termination:
-    """A context of a rank in which the first SIGTERM is only noted; a later one ends the process.
+    """A context of a rank in which the first SIGTERM or SIGINT (Ctrl-C) is only noted; a later one ends the process.
 
-    A second one within ``SAME_SIGNAL`` seconds counts as the first: ``timeout`` and batch systems signal the whole
-    process group, so the rank gets the signal directly and once more from its launcher, which passes it on.
+    A second one within ``SAME_SIGNAL`` seconds counts as the first: ``timeout``, batch systems and terminals signal the
+    whole process group, so the rank gets the signal directly and once more from its launcher, which passes it on.
 
     Attributes:
         asked: Whether it has come.
+        by: What has come, in words: SIGTERM or Ctrl-C.
+        progress: Gives the steps that are done and the newest checkpoint with its step, for the words of the end.
     """
 
     SAME_SIGNAL = 5.0
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
         self.asked = False
+        self.by = "SIGTERM"
+        self.progress: Callable[[], tuple[int, Path | None, int]] | None = None
         self._since = 0.0
 
     def __enter__(self) -> Termination:
-        signal.signal(signal.SIGTERM, self._note)
+        for number in self.SIGNALS:
+            signal.signal(number, self._note)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in self.SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
 
     def _note(self, number: int, frame: Any) -> None:
         if not self.asked:
             self.asked, self._since = True, time.monotonic()
+            if number == signal.SIGINT:
+                self.by = "Ctrl-C"
+            if os.environ.get("RANK", "0") == "0":
+                self.tell_lost()
+                # Not print: the signal may have come while the stream's buffer is written.
+                os.write(2, f"\n{self.by}: this step is finished and saved first; Ctrl-C again ends at once\n".encode())
         elif time.monotonic() - self._since > self.SAME_SIGNAL:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def tell_lost(self) -> None:
+        """Tell the launcher what would be lost if all ranks ended now."""
+        if not (self.asked and _reports and self.progress):
+            return
+        done, checkpoint, step = self.progress()
+        lost = f"steps lost: {done}, all of them; there is no checkpoint yet"
+        if checkpoint is not None:
+            lost = f"steps lost: {done - step}; the last checkpoint is {checkpoint}, of step {step}"
+        Path(_reports[0], _LOST).write_text(lost)
 
 
 def launch_local(
@@ -227,8 +258,8 @@ def launch_local(
         ranks: How many.
         args: For the function.
         fork: Fork the ranks; else spawn them.
-        terminate: Pass SIGTERM on to the ranks and wait for them, as they end with :class:`Termination`; call it on
-            the main thread then.
+        terminate: Pass SIGTERM and the first Ctrl-C on to the ranks and wait for them, as they end with
+            :class:`Termination`; call it on the main thread then.
 
     Raises:
         ValueError: ``ranks`` is no number of ranks, or ``terminate`` is asked for on another thread.
@@ -251,12 +282,22 @@ def launch_local(
     for name in (elastic, f"{elastic}.agent.server.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # it would print a traceback a rank; RankFailed says it once
 
+    ended: list[int] = []  # by a second Ctrl-C
+
+    def lost() -> str:
+        told = Path(reports, _LOST)
+        return told.read_text() if told.exists() else ""
+
     def end(number: int, frame: Any) -> None:
-        _pass_on(Path(reports), number)  # first: what is raised while a destructor runs is lost
-        if not (terminate and number == signal.SIGTERM):
+        first = not Path(reports, _ASKED).exists()
+        again = terminate and number == signal.SIGINT and not first
+        # Before anything is raised: what is raised while a destructor runs is lost.
+        _pass_on(Path(reports), number, signal.SIGKILL if again else number)
+        ended.extend([number] * again)
+        if not terminate or again or number not in Termination.SIGNALS:
             raise SignalException(f"signal {number}", signal.Signals(number))
 
-    with tempfile.TemporaryDirectory(prefix="axo-ranks-") as reports:
+    with _own_folder() as reports:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -278,22 +319,54 @@ def launch_local(
                 return elastic_launch(config, _rank_main)(reports, function, args)[0]
         except ChildFailedError as error:
             failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            asked = Path(reports, _ASKED).exists()
-            if asked and -signal.SIGTERM in failures.values():  # before a rank noted it
-                raise Interrupted(signal.SIGTERM) from None
+            asked = int(Path(reports, _ASKED).read_text() or signal.SIGTERM) if Path(reports, _ASKED).exists() else 0
+            if ended or (asked and -asked in failures.values()):  # the latter: before a rank noted it
+                raise Interrupted(asked, lost()) from None
             told = [json.loads(path.read_text(encoding="utf-8")) for path in Path(reports).glob("*.json")]
             cause = _cause(told, failures)
             if asked and isinstance(cause, RankFailed):
                 cause.lost = False
             raise cause from None
         except SignalException as error:
-            raise Interrupted(error.sigval) from None
+            raise Interrupted(error.sigval, lost()) from None
         except OSError as error:
             if error.filename is None and error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSPC):
                 raise OSError(
                     error.errno, f"{error.strerror} (the semaphores of local ranks lie there)", _SHM
                 ) from None
             raise
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[str]:
+    """A folder for one launch, which holds a lock in it; those whose launchers were killed are removed first."""
+    _remove_left_over()
+    while True:
+        with tempfile.TemporaryDirectory(prefix=_FOLDER, ignore_cleanup_errors=True) as folder:
+            path = Path(folder, _LOCK)
+            lock = files.open_own(path)
+            try:
+                with contextlib.suppress(OSError):  # no locks there: nobody will take this folder for a dead one's
+                    if not (files.lock(lock) and files.is_open(path, lock)):  # another launch did, before it was locked
+                        continue
+                yield folder
+                return
+            finally:
+                os.close(lock)
+
+
+def _remove_left_over() -> None:
+    """Remove folders of this user whose launchers have died: their locks are free."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError, ValueError):  # another user's, gone by now, or no folder of ours
+            if path.lstat().st_uid != os.getuid() or path.is_symlink():
+                continue
+            lock = files.open_own(path / _LOCK, create=False)
+            try:
+                if files.lock(lock):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _check_files() -> None:
@@ -358,13 +431,13 @@ def _meet_on_loopback(parameters: Any) -> Any:
     return agent
 
 
-def _pass_on(reports: Path, number: int) -> None:
-    """Send a signal to the ranks that live. Each has left its process id in ``reports``; there it is noted, too."""
+def _pass_on(reports: Path, number: int, sent: int) -> None:
+    """Note a signal in ``reports``, and send one to the ranks that live. Each has left its process id there."""
     with contextlib.suppress(OSError):  # a full disk
         Path(reports, _ASKED).write_text(str(number))
     for file in reports.glob("*.pid"):
         try:
-            os.kill(int(file.stem), number)
+            os.kill(int(file.stem), sent)
             os.kill(int(file.stem), signal.SIGCONT)  # it may be stopped, and its peers would wait for it
         except ProcessLookupError:
             pass
@@ -388,6 +461,7 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the launcher's handler would raise anywhere in a rank
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    _reports[:] = [Path(reports)]
     Path(reports, f"{os.getpid()}.pid").touch()
     if Path(reports, _ASKED).exists():  # the signal came before this rank could be found
         os.kill(os.getpid(), int(Path(reports, _ASKED).read_text() or signal.SIGTERM))

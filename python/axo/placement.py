@@ -320,6 +320,11 @@ class Placement:
         return grid, coords
 
 
+def is_split(placement: Placement | None) -> bool:
+    """Whether other ranks hold other parts."""
+    return placement is not None and any(placement.communicators.grid.size(axis) > 1 for axis in placement.axes)
+
+
 def placement_of(tensor: object) -> Placement | None:
     """How a tensor lies on its grid; None: nobody has said, so it is whole on every rank."""
     placement = getattr(tensor, "placement", None)

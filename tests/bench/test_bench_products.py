@@ -4,10 +4,10 @@ import pytest
 
 from axo.grid import Grid
 from axo.matmul.algorithm import Shape
-from axo.matmul.registry import algorithms
-from bench import products
-from bench.lib import product_times
-from bench.lib.product_times import Case
+from bench.products import __main__ as products
+from bench.products import algorithms
+from bench.products import times as product_times
+from bench.products.times import Case
 
 
 def test_the_table_has_a_row_for_every_algorithm_that_has_a_grid(capsys):

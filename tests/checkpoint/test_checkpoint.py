@@ -331,7 +331,7 @@ def test_bad_input_is_one_error_on_every_rank(saved: tuple, tmp_path: Path) -> N
             "does not exist",
             "holds no checkpoint",
             "holds no complete checkpoint (a save in it was interrupted)",
-            "cannot be read as a state_dict",
+            "cannot be read (torch.save did not write it)",
             "is incomplete: __3_0.distcp, the file of rank 3, is missing",
             "is damaged: __5_0.distcp has 100 bytes",
             "extra holds what cannot be read back",

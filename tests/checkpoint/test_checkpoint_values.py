@@ -91,6 +91,24 @@ def test_what_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
     assert read.state[other.weight]["seen"] == 3
 
 
+def test_options_of_a_group_without_parameters_are_read_back(tmp_path: Path) -> None:
+    """One is filled later, by add_param_group's own means, or on another stage; other groups than saved keep theirs."""
+    model = filled(1.0)
+
+    def groups(*rates: float, empty: int = 1) -> torch.optim.Optimizer:
+        made = [
+            {"params": [] if number == empty else model.parameters(), "lr": rate} for number, rate in enumerate(rates)
+        ]
+        return torch.optim.SGD(made, momentum=rates[0])
+
+    path = save(tmp_path, model, groups(0.1, 0.2)).path
+    for rates, empty, expected in (((0.5, 0.6), 1, [0.1, 0.2]), ((0.5, 0.6), 0, [0.5, 0.1])):
+        read = groups(*rates, empty=empty)
+        load(path, model, read)
+        assert [group["lr"] for group in read.param_groups] == expected
+        assert [group["momentum"] for group in read.param_groups] == [0.1 if rate < 0.5 else 0.5 for rate in expected]
+
+
 def test_views_that_negate_are_read_into_as_they_are_seen(tmp_path: Path) -> None:
     values = torch.tensor([1 + 2j, 3 - 1j])
     saved, other = nn.Module(), nn.Module()

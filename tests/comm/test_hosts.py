@@ -202,7 +202,9 @@ def test_a_death_inside_a_host_is_told_to_all_hosts():
             assert outcome.signal == "SIGKILL"
             continue
         assert outcome.error == "PeerLost" and outcome.seconds < NOTICED_S, outcome.describe()
-        assert "recv(" in outcome.message and "rank 3 (host host1) died" in outcome.message
+        # that the victim has left the barrier does not say that all have
+        assert outcome.message.startswith(("recv(", "barrier")), outcome.message
+        assert "rank 3 (host host1) died" in outcome.message
 
 
 def come_late(timeout):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import axo
 from axo.comm.extension import _C
+from axo.comm.work import undelivered
 from tests.launcher import run_ranks
 
 
@@ -46,6 +47,44 @@ def futures_tell():
             lost.wait()
     else:
         time.sleep(0.2)
+
+
+def results_come_whoever_waits():
+    """A view's result is copied although its Work is dropped, polled, or only a later one is waited for."""
+    comm = axo.connect("2x1x1x1").x
+    total = torch.full((4, 300), 3.0)
+
+    def begin():
+        table = torch.full((300, 4), comm.rank + 1.0)
+        return table, comm.all_reduce(table.T, async_op=True)
+
+    table, work = begin()
+    del work
+    comm.barrier()
+    assert torch.equal(table.T, total)
+    table, work = begin()
+    comm.all_reduce(torch.ones(1), async_op=True).wait()
+    assert torch.equal(table.T, total)
+    table, work = begin()
+    comm.all_reduce(torch.ones(1))
+    assert torch.equal(table.T, total)
+    table, work = begin()
+    while not work.is_completed():
+        pass
+    assert torch.equal(table.T, total)
+    table, work = begin()
+    del work
+    end = time.monotonic() + 60
+    while not torch.equal(table.T, total) and time.monotonic() < end:  # nothing is called any more
+        time.sleep(0.001)
+    assert torch.equal(table.T, total)
+    for after in (False, True):  # what was made in inference mode may be waited for outside of it
+        with torch.inference_mode():
+            table, work = begin()
+        with torch.inference_mode(after):
+            work.future().wait() if after else work.wait()
+        assert torch.equal(table.T, total)
+    assert not undelivered
 
 
 def durations_are_seconds():
@@ -189,8 +228,8 @@ def torch_futures_of_a_forked_child():
 
 
 CHECKS = [
-    futures_tell, durations_are_seconds, scaled_sums, nonsense_is_refused, futures_of_a_forked_child,
-    torch_futures_of_a_forked_child,
+    futures_tell, results_come_whoever_waits, durations_are_seconds, scaled_sums, nonsense_is_refused,
+    futures_of_a_forked_child, torch_futures_of_a_forked_child,
 ]  # fmt: skip
 
 

@@ -29,7 +29,7 @@ PAGES = sorted(
     ]
 )
 BLOCK = re.compile(r"^( *)```bash\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
-INLINE = re.compile(r"`(axo (?:(?:plan|dryrun) --model|litgpt architectures --grid \d|\w+ --help)[^`]*?)(?: \.\.\.)?`")
+INLINE = re.compile(r"`(axo (?:(?:plan|dryrun) --model|\w+ --help)[^`]*?)(?: \.\.\.)?`")
 SECONDS = 300 * float(os.environ.get("AXO_TEST_SLOWNESS", "1"))  # for one command
 
 # Commands that no test types, by a pattern that each of them contains, and why.
@@ -38,8 +38,9 @@ NOT_RUN = {
     r"^make (?!-)": "works on the checkout itself; .ci/run does the same in a fresh clone",
     r"^pip install": "changes the environment; .ci/package installs into an empty one",
     r"^pip download": "wants a network; tests/integrations/litgpt/test_plugin.py does the same where there is one",
+    r"--device cuda": "wants 8 GPUs; tests/train/test_train_device.py runs it on ranks with a stand-in for them",
     r"^torchrun --nnodes": "wants two hosts; tests/comm/test_hosts.py has ranks that take themselves for several",
-    r"-p axo\.integrations\.pytest_litgpt": "wants LitGPT's sources; tests/integrations/litgpt/test_plugin.py runs it",
+    r"-p bench\.tools\.litgpt_plugin": "wants LitGPT's sources; tests/integrations/litgpt/test_plugin.py runs it",
     r"^axo bench": "measures for minutes; tests/bench runs the benches in small",
     r"^axo tune": "measures a GPU's products; tests/kernels/tune runs the tuner in small",
     r"^axo profile": "measures this machine for minutes; tests/perf/test_input.py runs it in small",

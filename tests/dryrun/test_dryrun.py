@@ -248,8 +248,8 @@ def test_a_configuration_of_litgpts_says_what_a_step_is(tmp_path: Path, monkeypa
     assert "does not know tie_embeddings: true" in run("--litgpt", str(file), train=train | {"tie_embeddings": True})
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "jsonargparse", None)
-        without.delitem(sys.modules, "axo.integrations.litgpt.early", raising=False)
-        without.delattr("axo.integrations.litgpt.early", raising=False)
+        without.delitem(sys.modules, "axo.integrations.litgpt.parsing", raising=False)
+        without.delattr("axo.integrations.litgpt.parsing", raising=False)
         assert "this needs LitGPT; install it with: pip install 'axo[litgpt]'" in run("--litgpt", str(file))
     train["micro_batch_size"] = 3
     assert "global_batch_size=8 does not divide over 2 data ranks" in run("--litgpt", str(file))

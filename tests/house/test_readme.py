@@ -95,10 +95,9 @@ def test_commands_of_the_readme_and_the_docs_exist_with_their_options():
         where = f"{page.relative_to(ROOT)}: axo {line}"
         assert name in commands, where
         if name == "bench" and rest and re.fullmatch(r"[a-z_]+", rest[0]):
-            assert (ROOT / "bench" / f"{rest[0]}.py").exists(), where
-            known = (ROOT / "bench" / f"{rest[0]}.py").read_text() + (
-                ROOT / "bench" / "lib" / "arguments.py"
-            ).read_text()
+            scripts = [ROOT / "bench" / f"{rest[0]}.py", ROOT / "bench" / rest[0] / "__main__.py"]
+            assert any(script.exists() for script in scripts), where
+            known = "".join(path.read_text() for path in (*scripts, ROOT / "bench/lib/arguments.py") if path.exists())
         elif name in ("bench", "litgpt"):  # its options are LitGPT's too
             continue
         else:

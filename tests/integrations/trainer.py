@@ -112,7 +112,7 @@ def pretrain(folder, out, options, grid=None):
 
 
 def finetune(folder, out, grid=None, method="full", options=None):
-    """The losses that one rank of ``litgpt finetune_*`` saw: samples one by one, two an optimizer step.
+    """The losses that one rank of ``litgpt finetune_*`` saw: two samples of unequal length an optimizer step, together.
 
     Without a grid: stock litgpt on one device. An example is generated after steps 8 and 16.
     """
@@ -145,7 +145,7 @@ def finetune(folder, out, grid=None, method="full", options=None):
             data=JSON(folder / "samples.json", val_split_fraction=0.1, num_workers=0),
             train=TrainArgs(
                 global_batch_size=2,
-                micro_batch_size=1,
+                micro_batch_size=2 // data_ranks,
                 epochs=5,
                 max_steps=20,
                 lr_warmup_steps=2,
@@ -200,7 +200,7 @@ def _run(start, name, grid, **asked):
     from axo.integrations.litgpt.options import Options
 
     if grid is not None:
-        _rank(lambda again: start(), name, Options(grid=Grid.parse(grid), **asked), True, 0)
+        _rank(name, Options(grid=Grid.parse(grid), **asked), lambda again: start(), "", True, 0)
         return
     torch._dynamo.config.disable = True
     torch.compile = lambda model, *_, **__: model  # with dynamo off it does no more, but imports for three seconds

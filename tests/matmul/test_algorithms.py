@@ -17,6 +17,7 @@ import torch.distributed as dist
 import axo
 from axo.grid import Grid
 from axo.matmul.algorithm import Shape
+from bench.products import algorithms
 from tests.launcher import run_ranks
 from tests.matmul import simulator
 
@@ -75,7 +76,7 @@ BIGGEST = {"agarwal": "3x3x3", "tesseract": "4x4x1"}
 
 
 def test_the_table_names_every_algorithm():
-    assert set(ALGORITHMS) == set(axo.matmul.algorithms)
+    assert set(ALGORITHMS) == set(algorithms)
 
 
 def matrices(shape, dtype):
@@ -90,7 +91,7 @@ def slices_of(algorithm, comms, shape):
 
 def run(grid, name, shapes, dtypes):
     """On every rank: parts of C, dA, dB of each case, as (slices, values), and what forward and backward issued."""
-    algorithm = axo.matmul.algorithms[name]
+    algorithm = algorithms[name]
     found = []
     comms = axo.connect(grid)
     for shape in shapes:
@@ -166,7 +167,7 @@ def issued(results, index, grid, phase):
 
 
 def check_counts(name, grid, results):
-    algorithm = axo.matmul.algorithms[name]
+    algorithm = algorithms[name]
     for index, (shape, *_) in enumerate(results[0]):
         cost = algorithm.cost(grid, shape)
         for phase in ("forward", "backward"):
@@ -224,7 +225,7 @@ def test_cost_is_what_the_simulator_counts(name):
         c, grad_a, grad_b, counted = ALGORITHMS[name].simulator(a, b, grad, grid)
         for got, want in zip((c, grad_a, grad_b), (a @ b, grad @ b.T, a.T @ grad), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
-        assert by_axis(axo.matmul.algorithms[name].cost(grid, shape)) == counted, (name, grid, shape)
+        assert by_axis(algorithms[name].cost(grid, shape)) == counted, (name, grid, shape)
 
 
 N = 64  # a multiple of every number of blocks below, so that volumes are whole
@@ -242,7 +243,7 @@ N = 64  # a multiple of every number of blocks below, so that volumes are whole
 def test_sixty_four_ranks_forward(name, grid, calls, deliveries, volume):
     """The published counts, alike for all: deliveries of blocks and volume in n^2, formula and simulator."""
     grid, shape = Grid.parse(grid), Shape(N, N, N)
-    forward = [t for t in axo.matmul.algorithms[name].cost(grid, shape) if t.phase == "forward"]
+    forward = [t for t in algorithms[name].cost(grid, shape) if t.phase == "forward"]
     assert sum(t.deliveries for t in forward) == deliveries
     assert sum(t.elements for t in forward) / N**2 == volume
     if calls is not None:
@@ -258,7 +259,7 @@ def test_sixty_four_ranks_forward(name, grid, calls, deliveries, volume):
 
 def test_tesseract_beats_summa_where_the_closed_form_says():
     """At p = 64 Tesseract [4,4,4] moves 3 m k + 12 k n and SUMMA [8,8] 7 (m k + k n): less when 4 m k > 5 k n."""
-    tesseract, summa = axo.matmul.algorithms["tesseract"], axo.matmul.algorithms["summa"]
+    tesseract, summa = algorithms["tesseract"], algorithms["summa"]
 
     def volume(algorithm, grid, shape):
         return sum(t.elements for t in algorithm.cost(Grid.parse(grid), shape) if t.phase == "forward")
@@ -273,7 +274,7 @@ def without_depth_sum(grid, shape):
     """dB of Tesseract on this rank when the sum over depth is left out."""
     from axo.matmul.summa import Summa
 
-    comms, algorithm = axo.connect(grid), axo.matmul.algorithms["tesseract"]
+    comms, algorithm = axo.connect(grid), algorithms["tesseract"]
     whole = matrices(shape, torch.float32)
     slices = slices_of(algorithm, comms, shape)
     a, b, grad = (matrix[part].clone() for matrix, part in zip(whole, slices, strict=True))
@@ -298,4 +299,4 @@ REFUSED = {
 @pytest.mark.parametrize("name, grid", REFUSED.items())
 def test_a_grid_that_does_not_fit_is_refused(name, grid):
     with pytest.raises(ValueError, match=rf"algorithm '{name}' cannot use grid .* it needs .*x"):
-        axo.matmul.algorithms[name].check(Grid.parse(grid))
+        algorithms[name].check(Grid.parse(grid))

@@ -55,7 +55,7 @@ def clip(grid):
             expected = torch.nn.utils.clip_grad_norm_(serial.parameters(), max_norm, norm_type)
             norm = axo.clip_grad_norm_(layers.parameters(), max_norm, norm_type)
             found.append(norm.item())
-            assert_close(norm, expected, 1e-5 * float(expected), f"{norm_type}-norm")  # fp32 sums of 1,100 squares
+            assert_close(norm, expected, 1e-5, f"{norm_type}-norm")  # fp32 sums of 1,100 squares
             for (name, mine), theirs in zip(layers.named_parameters(), serial.parameters(), strict=True):
                 placement = getattr(mine, "placement", None)
                 part = theirs.grad if placement is None else axo.shard(theirs.grad, placement)
@@ -76,7 +76,7 @@ def clip(grid):
     serial[0].bias.grad = None
     expected = torch.nn.utils.clip_grad_norm_(serial.parameters(), 1.0)
     norm = axo.clip_grad_norm_(list(layers.parameters()), 1.0)
-    assert_close(norm, expected, 1e-5 * float(expected), "a parameter without a gradient")
+    assert_close(norm, expected, 1e-5, "a parameter without a gradient")
     with pytest.raises(ValueError, match=r"norm_type=0 is not supported; use a positive number or inf"):
         axo.clip_grad_norm_(layers.parameters(), 1.0, 0)
     for wrong in ("x", None):
@@ -185,7 +185,7 @@ def clip_models(grid, kind, stage):
             theirs.grad.copy_(grad)
         expected = torch.nn.utils.clip_grad_norm_(serial.parameters(), 1e-2, norm_type)
         norm = axo.clip_grad_norm_(model.parameters(), 1e-2, norm_type)
-        assert_close(norm, expected, 1e-5 * float(expected), f"{norm_type}-norm")
+        assert_close(norm, expected, 1e-5, f"{norm_type}-norm")
         for (name, parameter), theirs in zip(model.named_parameters(), serial.parameters(), strict=True):
             assert_close(
                 parameter.grad, placed(parameter, theirs.grad), 1e-6, f"{name} clipped by its {norm_type}-norm"

@@ -97,6 +97,8 @@ def edges(grid):
     twice.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="only one backward"):
         twice.backward()
+    with pytest.raises(ValueError, match="elements share memory; leave it out"):
+        axo.nn.cross_entropy(first[:1].expand(2, local), torch.tensor([0, 1]), comms=comms, inplace_backward=True)
     for target in (8, -1):
         with pytest.raises(IndexError, match=f"target {target} is out of range; the vocabulary has 8 entries"):
             loss(torch.zeros(1, local), torch.tensor([target]))

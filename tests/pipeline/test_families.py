@@ -118,7 +118,9 @@ def in_stages(cases):
         for own, parameter in model.named_parameters():
             expected = 2 * serial.get_parameter(in_whole.get(own, own)).grad
             # Of attention's key bias the gradient is what rounding leaves: it counts beside that of queries.
-            like = serial.get_parameter(in_whole.get(own, own).replace("key.bias", "query.bias")).grad
+            like = serial.get_parameter(
+                in_whole.get(own, own).replace("key.bias", "query.bias").replace("k_proj.bias", "q_proj.bias")
+            ).grad
             worst = (axo.unshard_grad(parameter) - expected).abs().max().item() / like.abs().max().item()
             assert worst <= 1e-5, f"{kind} by {name} on {grid}: {own} is off by {worst:.1e}"
 

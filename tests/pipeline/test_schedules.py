@@ -173,6 +173,7 @@ def schedules_on(grid, stages, names, config, options):
         ("1x2x1x1", ["gpipe", "zbv"], FOUR, {"tie": True}),
         ("1x1x2x1", ["interleaved-1f1b", "zbv"], FOUR, {"unequal": ["1f1b", "looped-bfs", "zero-bubble", "zbv"]}),
         ("1x1x1x2", ["looped-bfs", "dualpipev"], FOUR, {"zero": 1}),
+        ("1x1x1x2", ["1f1b", "zbv", "dualpipev"], FOUR, {"tie": True, "zero": 2}),
         ("2x2x1x1", ["1f1b"], FOUR, {"tie": True, "algorithm": "tesseract"}),
     ],
 )

@@ -98,7 +98,33 @@ class OldWeightNorm(nn.Module):
         return self.b(self.a(x))
 
 
-MODULES = (InPlace, Convolutions, Aliases, Hooked, ReadsWeights, OldWeightNorm)
+class Codes(nn.Module):
+    """Quantized: frozen parameters of integers and booleans, in modules of one's own and in torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self.b.weight = nn.Parameter((40 * self.b.weight.data).to(torch.int8), requires_grad=False)
+        self.codes = nn.Parameter((40 * torch.randn(8, 8)).to(torch.int8), requires_grad=False)
+        self.scale, self.keep = nn.Parameter(torch.rand(8)), nn.Parameter(torch.arange(8) % 3 > 0, requires_grad=False)
+
+    def forward(self, x):
+        x = F.linear(self.a(x), self.codes.to(x.dtype) * self.scale[:, None] / 40)
+        return self.c(F.linear(x, self.b.weight.to(x.dtype) / 40).masked_fill(~self.keep, 0))
+
+
+class Spectral(nn.Module):
+    """A complex weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.filter = nn.Linear(8, 8), nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(self.a(x)) * self.filter, 8)
+
+
+MODULES = (InPlace, Convolutions, Aliases, Hooked, ReadsWeights, OldWeightNorm, Codes)
 
 
 def compare(grid):
@@ -118,8 +144,11 @@ def compare(grid):
             given.square().sum(1).mean().backward()
             theirs = dict(serial.named_parameters(remove_duplicate=False))
             for name, parameter in model.named_parameters(remove_duplicate=False):
-                grad, scale = axo.shard(theirs[name].grad, parameter.placement), theirs[name].grad.abs().max().item()
-                assert_close(parameter.grad, grad, 1e-5 * max(1, scale), f"{make.__name__} {name} {step}")
+                if not parameter.requires_grad:
+                    assert torch.equal(axo.unshard(parameter, parameter.placement), theirs[name]), name
+                    continue
+                grad = axo.shard(theirs[name].grad, parameter.placement)
+                assert_close(parameter.grad, grad, 1e-5, f"{make.__name__} {name} {step}")
             for module in (serial, model):
                 torch.optim.SGD(module.parameters(), lr=0.01).step()
                 module.zero_grad()
@@ -134,10 +163,18 @@ def compare(grid):
     handle.remove()
     hooked(torch.randn(2, 8))
     assert seen == [(2, 8)], seen
-    hooked = nn.Sequential(nn.Linear(8, 8))
-    hooked[0].weight.register_hook(lambda grad: grad)
-    with pytest.raises(ValueError, match=r"Linear '0': its weight has gradient hooks.*after parallelize"):
+    hooked = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    hooked[1].weight.register_hook(lambda grad: grad)
+    with pytest.raises(ValueError, match=r"Linear '1': its weight has gradient hooks.*after parallelize"):
         axo.parallelize(hooked, comms, plan="auto")
+    assert type(hooked) is nn.Sequential and all(type(layer) is nn.Linear for layer in hooked), "nothing has changed"
+    spectral, refused = (
+        Spectral(),
+        pytest.raises(axo.Refused, match=r"'filter' is torch\.complex64, whose gradients are n"),
+    )
+    with refused if rows > 1 else contextlib.nullcontext():
+        axo.parallelize(spectral, comms, plan="auto")(torch.randn(2, 8)).sum().backward()
+    assert (type(spectral) is Spectral and type(spectral.a) is nn.Linear) == (rows > 1), "nothing has changed"
 
 
 class Counts(nn.Module):

@@ -7,13 +7,14 @@ import json
 import os
 import resource
 import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from axo import checkpoint
+from axo import checkpoint, launch
 from axo.checkpoint.ranks import pending
 from axo.grid import Grid
 from axo.train import TrainConfig, loop, models, runner
@@ -204,10 +205,11 @@ def stop_in_the_third_step() -> None:
 
     def stopping(self: loop.Trainer, index: int) -> Any:
         if index == 2 and self.comms.rank == 1:
-            if os.environ["SIGNAL_TO"] == "group":
-                os.killpg(0, signal.SIGTERM)  # as timeout and batch systems do
+            to, number = os.environ["SIGNAL_TO"].split(", ")
+            if to == "group":
+                os.killpg(0, getattr(signal, number))  # as timeout, batch systems and terminals do
             else:
-                os.kill(os.getppid(), signal.SIGTERM)  # as an operator would: to the command
+                os.kill(os.getppid(), getattr(signal, number))  # as an operator would: to the command
             while not self.asked_to_stop():
                 pass
         return step(self, index)
@@ -215,20 +217,67 @@ def stop_in_the_third_step() -> None:
     loop.Trainer.step = stopping  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("to", ["command", "group"])
-def test_sigterm_saves_and_ends_cleanly(text: str, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command gets SIGTERM in its third step, saves it, exits with 0, and goes on where it stopped."""
+@pytest.mark.parametrize("to", ["command, SIGTERM", "group, SIGTERM", "group, SIGINT"])
+def test_sigterm_and_ctrl_c_save_and_end_cleanly(
+    text: str, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command gets the signal in its third step, saves it, exits with 0, and goes on where it stopped."""
     monkeypatch.setenv("SIGNAL_TO", to)
-    arguments = ["train", "--data", text, "--grid", "2x1x1x1", "--steps", "5", "--batch-size", "4", "--seq-len", "32"]
-    arguments += ["--save-every", "100", "--out", str(tmp_path / "out"), "--precision", "32-true"]
-    arguments += ["--model-override", "n_layer=1"]
+    arguments = stopped_run(text, tmp_path, 100)
     first = Command("axo.cli", *arguments, prepare=stop_in_the_third_step)
     output = first.communicate()
     assert first.returncode == 0, output
-    assert "stopped by SIGTERM after 3 steps; go on with --resume auto" in output
+    by = "Ctrl-C" if "SIGINT" in to else "SIGTERM"
+    assert f"{by}: this step is finished and saved first; Ctrl-C again ends at once" in output
+    assert f"stopped by {by} after 3 steps; go on with --resume auto" in output
     assert checkpoint.latest(tmp_path / "out" / "checkpoints").name == "step-00000003"
-    if to == "group":
+    if to == "group, SIGTERM":
         return
     again = Command("axo.cli", *arguments, "--resume", "--compare-serial")
     output = again.communicate()
     assert again.returncode == 0 and "over 5 steps (limit 1e-4): ok" in output, output
+
+
+def stopped_run(text: str, folder: Path, save_every: int) -> list[str]:
+    arguments = ["train", "--data", text, "--grid", "2x1x1x1", "--steps", "5", "--batch-size", "4", "--seq-len", "32"]
+    arguments += ["--save-every", str(save_every), "--out", str(folder / "out"), "--precision", "32-true"]
+    return [*arguments, "--model-override", "n_layer=1"]
+
+
+def interrupt_twice_in_the_fourth_step() -> None:
+    """Rank 1 does not end its step. The second signal comes once the launcher and rank 0 have seen the first."""
+    step, folder = loop.Trainer.step, Path(os.environ["CHECKPOINTS"])
+
+    def stopping(self: loop.Trainer, index: int) -> Any:
+        if index == 3 and self.comms.rank == 0:
+            (folder.parent / "fourth").touch()
+        if index == 3 and self.comms.rank == 1:
+            while not (folder.parent / "fourth").exists():
+                time.sleep(0.01)
+            while os.environ["SAVES"] == "2" and checkpoint.latest(folder) is None:
+                time.sleep(0.01)  # it is written while the next steps run
+            os.killpg(0, signal.SIGINT)
+            (reports,) = launch._reports
+            while not ((reports / launch._ASKED).exists() and (reports / launch._LOST).exists()):
+                time.sleep(0.01)
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(300)
+        return step(self, index)
+
+    loop.Trainer.step = stopping  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("save_every", "lost"), [(2, "1; the last checkpoint is {}, of step 2"), (100, "3, all of them")]
+)
+def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(
+    text: str, tmp_path: Path, save_every: int, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "out/checkpoints"
+    monkeypatch.setenv("CHECKPOINTS", str(folder))
+    monkeypatch.setenv("SAVES", str(save_every))
+    command = Command("axo.cli", *stopped_run(text, tmp_path, save_every), prepare=interrupt_twice_in_the_fourth_step)
+    output = command.communicate()
+    assert command.returncode == 128 + signal.SIGINT, output
+    lost = lost.format(folder / "step-00000002")
+    assert f"axo train: interrupted; all ranks have ended; steps lost: {lost}" in output.replace("\n", "")

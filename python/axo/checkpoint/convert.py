@@ -26,7 +26,12 @@ from axo.checkpoint.writer import Destination, head, write
 
 
 def consolidate(
-    source: str | os.PathLike[str], out: str | os.PathLike[str], *, optimizer: bool = False, step: int = 0
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    optimizer: bool = False,
+    step: int = 0,
+    trust: bool = False,
 ) -> Path:
     """Write a checkpoint as one plain file, or a plain file as a checkpoint. One process calls it; no model is needed.
 
@@ -37,6 +42,7 @@ def consolidate(
         optimizer: To .pth only: write ``{"model", "optimizer", "step", "extra"}``, the optimizer as its plain
             ``state_dict``.
         step: From a file: names the checkpoint.
+        trust: As in ``axo.checkpoint.load``.
 
     Returns:
         What was written.
@@ -46,14 +52,16 @@ def consolidate(
     """
     path, out = folders.check_consolidate(source, out, optimizer, step), Path(out)
     if path.is_file():
-        return _to_checkpoint(path, out, step)
-    metadata = read_metadata(path)
+        return _to_checkpoint(path, out, step, trust)
+    metadata = read_metadata(path, trust=trust)
     try:
         _to_file(path, metadata, out, optimizer)
     except OSError as error:
         raise ValueError(f"consolidate: {out} cannot be written: {error.strerror}") from None
     except RuntimeError as error:  # torch's, of files that do not fit
         raise ValueError(f"consolidate: {out} cannot be written: {state.reason(error)}") from None
+    except (LookupError, TypeError, AttributeError, ArithmeticError, MemoryError) as error:  # ours, as we take it apart
+        raise ValueError(f"checkpoint: {path} holds what no save writes ({type(error).__name__}: {error})") from error
     return out
 
 
@@ -132,8 +140,8 @@ def _to_safetensors(path: Path, metadata: Metadata, out: Path) -> None:
     safetensors.write(out, described, tensors(), {f"{alias} is": name for alias, name in aliases.items()})
 
 
-def _to_checkpoint(source: Path, folder: Path, step: int) -> Path:
-    values = read_state_dict(source)
+def _to_checkpoint(source: Path, folder: Path, step: int, trust: bool) -> Path:
+    values = read_state_dict(source, trust)
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
     entries: dict[str, Any] = {}

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import re
@@ -32,13 +31,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from axo import files
 from axo.checkpoint import checksum
+from axo.files import is_open, lock
 
 METADATA = ".metadata"
 MARKER = "axo.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
 _LEFT_OVER = re.compile(r"\..+\.[0-9a-f]{8}\.(new|part|removed)")
+_MOST_MARKER = 64 << 10  # bytes
 _ROUNDS = 100  # a broken file system may list for ever what it cannot find
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -60,13 +62,13 @@ class Marker:
 
 def read_marker(path: Path) -> Marker | None:
     """The marker of a checkpoint that Axo wrote; None where there is none or it cannot be read."""
-    if not os.path.isfile(path / MARKER):  # to read a FIFO would wait for a writer
-        return None
     try:
-        said = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        return Marker(int(said["step"]), said["run"], said["metadata"], said.get("checksum", Marker.checksum))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        said = files.parse_json(files.read_text(path / MARKER, _MOST_MARKER))
+        marker = Marker(int(said["step"]), said["run"], said["metadata"], said.get("checksum", Marker.checksum))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
+    words = (marker.run or "", marker.metadata or "", marker.checksum)
+    return marker if all(isinstance(word, str) for word in words) else None
 
 
 def name_of(step: int) -> str:
@@ -313,7 +315,7 @@ class UnfinishedCheckpoint:
         new.mkdir()
         held = True
         try:
-            self._lock = os.open(new / MARKER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._lock = files.open_own(new / MARKER)
             with contextlib.suppress(OSError):
                 held = lock(self._lock)
             if held:
@@ -341,7 +343,7 @@ class UnfinishedCheckpoint:
         """
         check_place(self.final, self.run)
         if not is_open(self.path / MARKER, self._lock):  # the folder was moved or removed: the writers made another
-            new = os.open(self.path / MARKER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            new = files.open_own(self.path / MARKER)
             os.close(self._lock)
             self._lock = new
         with open(self._lock, "wb", closefd=False) as marker:
@@ -405,34 +407,14 @@ def _remove_left_over(path: Path) -> None:
     if path.name.endswith(".new"):
         with contextlib.suppress(OSError):
             path.rmdir()  # one that is empty still
-    with contextlib.suppress(OSError):  # no marker: not ours; no locks on this file system: its writer may live
-        descriptor = os.open(path / MARKER, os.O_RDWR)
+    # No marker, or no file of its own: not ours. No locks on this file system: its writer may live.
+    with contextlib.suppress(OSError, ValueError):
+        descriptor = files.open_own(path / MARKER, create=False)
         try:
             if lock(descriptor):
                 remove(path)
         finally:
             os.close(descriptor)
-
-
-def lock(descriptor: int) -> bool:
-    """Lock a file against other processes, until it is closed or this process has died; False: another holds it.
-
-    Raises:
-        OSError: The file system has no locks.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def is_open(path: Path, descriptor: int) -> bool:
-    """Whether what stands at ``path`` is the file that is open."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except OSError:
-        return False
 
 
 def make_folder(folder: Path) -> None:
@@ -484,10 +466,10 @@ def _locked_file(path: Path) -> tuple[Path, int]:
 def _remove_left_files(path: Path) -> None:
     """Remove what writers of ``path`` that have died left beside it."""
     left = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")
-    with contextlib.suppress(OSError):  # no locks on this file system: its writer may live
+    with contextlib.suppress(OSError, ValueError):  # no locks on this file system: its writer may live
         for each in path.parent.iterdir():
             if left.fullmatch(each.name):
-                descriptor = os.open(each, os.O_RDWR)
+                descriptor = files.open_own(each, create=False)
                 try:
                     if lock(descriptor):
                         each.unlink()

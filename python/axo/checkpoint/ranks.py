@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from axo.comm.connect import Communicators
+from axo.errors import Error
+
+_MOST = 1 << 30  # bytes that a rank may send: the extras of a run are the largest
 
 
 class Running(Protocol):
@@ -72,17 +77,41 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
 
 
 def share(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
-    """Every rank's value, in rank order."""
+    """Every rank's value, in rank order: plain values and tensors, which is all that ``torch.load`` makes unasked.
+
+    What another rank sends is never unpickled as Python does it, which would run whatever it says.
+
+    Raises:
+        axo.errors.Error: A rank sent something else.
+    """
     if group is None:
         return [value]
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    own = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    ranks = range(dist.get_world_size(group))
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
+    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    longest = max(map(int, sizes))
+    if not all(0 < size <= _MOST for size in sizes):
+        raise Error(f"checkpoint: ranks sent {[int(size) for size in sizes]} bytes; at most {_MOST} are taken")
+    messages = [torch.zeros(longest, dtype=torch.uint8) for _ in ranks]
+    dist.all_gather(messages, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
+    return [_received(rank, messages[rank][: int(sizes[rank])]) for rank in ranks]
+
+
+def _received(rank: int, message: torch.Tensor) -> Any:
+    try:
+        return torch.load(io.BytesIO(message.numpy().data), map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle, zip, torch: each with classes of its own
+        why = str(error).partition("\n")[0]
+        raise Error(f"checkpoint: rank {rank} sent what is no plain value ({type(error).__name__}: {why})") from None
 
 
 def share_path(comms: Communicators | None, path: Path | None) -> Path | None:
     """Rank 0's path, on every rank."""
-    return share(checkpoint_group(comms), path)[0]
+    shared = share(checkpoint_group(comms), path and str(path))[0]
+    return None if shared is None else Path(shared)
 
 
 def agree(group: dist.ProcessGroup | None, problem: str, value: Any = None, **arguments: Any) -> Any:

@@ -8,8 +8,6 @@ holds a whole tensor that is split; of a plain file (.pth, .safetensors) tensors
 from __future__ import annotations
 
 import os
-import pickle
-import zipfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,15 +19,20 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from axo import files
 from axo.checkpoint import folder as folders
 from axo.checkpoint import state
 from axo.checkpoint.parts import Parts
 from axo.checkpoint.ranks import agree, checkpoint_group, number_of, rank_in, share
-from axo.checkpoint.storage import read_bytes, read_into, read_metadata
+from axo.checkpoint.storage import read_bytes, read_into, read_metadata, read_plain
 from axo.comm.connect import Communicators
 from axo.nn.elsewhere import renamed
 from axo.overlap.model import engines
 
+# What reading raises of files that hold other things than a save writes; most of our own code, as it takes them apart.
+_UNREADABLE = (
+    ValueError, OSError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, EOFError,
+)  # fmt: skip
 _SHOWN = 4
 _WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel"}  # what they put into names
 
@@ -53,6 +56,7 @@ def load(
     strict: bool = True,
     rng: bool = True,
     verify: bool = True,
+    trust: bool = False,
     comms: Communicators | None = None,
 ) -> Loaded:
     """Read a checkpoint into a model on any grid, or on none. Every rank calls it with the same arguments.
@@ -68,6 +72,8 @@ def load(
         strict: Refuse tensors that only one side has.
         rng: Restore the generators and the counters of dropout.
         verify: Compare the checksums of what is read.
+        trust: Whoever wrote it may run anything here: a .pth file may hold any class, and the files of a checkpoint may
+            be links to elsewhere. Without it nothing that a file says is run.
         comms: What ``axo.connect`` returned; needed only for a model without parallel layers on several ranks.
 
     Raises:
@@ -83,15 +89,17 @@ def load(
             raise ValueError(f"checkpoint: path={path!r}: the path is empty; name a checkpoint or a folder of them")
         folders.check_local(path)
         given = os.path.abspath(path)
-        found = _find(Path(given)) if rank_in(group) == 0 else None
+        found = str(_find(Path(given))) if rank_in(group) == 0 else None
     except (ValueError, OSError) as error:
         problem = _said(given or path, error)
     # Rank 0's: another rank might find a newer one.
-    found = agree(group, problem, found, path=given, optimizer=state.kind_of(optimizer), strict=strict, rng=rng)
+    found = agree(
+        group, problem, found, path=given, optimizer=state.kind_of(optimizer), strict=strict, rng=rng, trust=trust
+    )
     others = _Elsewhere.of(model, optimizer, comms, group)
     try:
-        work = _open(found, model, optimizer, strict, verify, others)
-    except (ValueError, OSError) as error:
+        work = _open(Path(found), model, optimizer, strict, verify, trust, others)
+    except _UNREADABLE as error:
         problem = _said(found, error)
     agree(group, problem)
     assert work is not None
@@ -100,14 +108,18 @@ def load(
         engine.settle()
     try:
         loaded = work.read(number_of(comms), rng)
-    except (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except _UNREADABLE as error:
         problem = _said(work.path, error)
     agree(group, problem)
     return loaded
 
 
 def _said(path: str | os.PathLike[str], error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else f"checkpoint: {path} cannot be read: {error}"
+    """The message of an error of reading; of one that is no message, what kind it is."""
+    if str(error).startswith("checkpoint: "):
+        return str(error)
+    kind = "" if isinstance(error, OSError | RuntimeError | ValueError) else f"{type(error).__name__}: "
+    return f"checkpoint: {path} cannot be read: {kind}{error}"
 
 
 @dataclass(frozen=True)
@@ -142,9 +154,9 @@ class _Elsewhere:
 class _File:
     """A plain state_dict, to be read into the model."""
 
-    def __init__(self, path: Path, model: nn.Module, strict: bool, others: _Elsewhere) -> None:
+    def __init__(self, path: Path, model: nn.Module, strict: bool, trust: bool, others: _Elsewhere) -> None:
         self.path, self.model = path, model
-        self.values = read_state_dict(path)
+        self.values = read_state_dict(path, trust)
         shapes = {name: tuple(value.shape) for name, value in self.values.items() if isinstance(value, torch.Tensor)}
         wanted = {
             name: tuple(placement.global_shape if (placement := state.placement_of(value)) else value.shape)
@@ -178,10 +190,11 @@ class _Folder:
         optimizer: Optimizer | None,
         strict: bool,
         verify: bool,
+        trust: bool,
         others: _Elsewhere,
     ) -> None:
         self.path, self.model, self.optimizer, self.verify = path, model, optimizer, verify
-        self.metadata = read_metadata(path, verify)
+        self.metadata = read_metadata(path, verify, trust)
         self.head = read_head(path, self.metadata, verify)
         self.entries, aliases = state.model_entries(model)
         saved = shapes_of(self.metadata, state.MODEL)
@@ -249,6 +262,12 @@ def read_head(path: Path, metadata: Metadata, verify: bool = True) -> dict[str, 
         ValueError: It is damaged, or of a newer format.
     """
     head: dict[str, Any] = read_bytes(path, metadata, state.HEAD, verify)
+    kinds = {"format": int, "step": int, "ranks": int, "aliases": dict, "dropout": dict}
+    if not isinstance(head, dict) or not all(isinstance(head.get(name), kind) for name, kind in kinds.items()):
+        raise ValueError(f"checkpoint: {path} is damaged: {state.HEAD}: {files.shown(head)} is not what a save writes")
+    counts = (count for counts in head["dropout"].values() for count in counts)
+    if head["ranks"] < 1 or not all(count is None or type(count) is int for count in counts):
+        raise ValueError(f"checkpoint: {path} is damaged: {state.HEAD}: ranks or counters of dropout cannot be")
     if head["format"] > state.FORMAT:
         raise ValueError(
             f"checkpoint: {path} was written by a newer Axo (format {head['format']}, this one reads up to"
@@ -264,7 +283,13 @@ def _find(path: Path) -> Path:
 
 
 def _open(
-    path: Path, model: nn.Module, optimizer: Optimizer | None, strict: bool, verify: bool, others: _Elsewhere
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    strict: bool,
+    verify: bool,
+    trust: bool,
+    others: _Elsewhere,
 ) -> _File | _Folder:
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
@@ -272,8 +297,8 @@ def _open(
             f"checkpoint: {meta[0]!r} has no storage (meta device); call model.to_empty(device=...) before load"
         )
     if not path.is_file():
-        return _Folder(path, model, optimizer, strict, verify, others)
-    file = _File(path, model, strict, others)
+        return _Folder(path, model, optimizer, strict, verify, trust, others)
+    file = _File(path, model, strict, trust, others)
     if optimizer is not None:
         raise ValueError(f"checkpoint: {path} is a plain state_dict and holds no optimizer; load without one")
     return file
@@ -365,23 +390,20 @@ def _listed(items: list[str], what: str) -> list[str]:
     return [what % len(items) + f" ({', '.join(item.strip() for item in items[:_SHOWN])}{more})"]
 
 
-def read_state_dict(path: Path) -> dict[str, Any]:
+def read_state_dict(path: Path, trust: bool = False) -> dict[str, Any]:
     """A plain state_dict, its tensors mapped from the file where the format allows it.
 
     Raises:
         ValueError: The file is no state_dict.
     """
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
 
+        try:
             return dict(load_file(path))
-        values = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
-    except Exception as error:  # pickle, zip, safetensors: each with classes of its own
-        why = state.reason(error) if path.stat().st_size else "it is empty"
-        if isinstance(error, IndexError) or why == "Weights only load failed":  # the pickle reader's, of other files
-            why = "torch.save did not write it"
-        raise ValueError(f"checkpoint: {path} cannot be read as a state_dict ({why})") from None
+        except Exception as error:  # safetensors' own class, which says nothing of the file
+            raise ValueError(f"checkpoint: {path} cannot be read as a state_dict ({state.reason(error)})") from None
+    values = read_plain(path, weights_only=not trust)
     for key in ("model", "state_dict"):  # what litgpt and consolidate(optimizer=True), and what Lightning write
         if isinstance(values, Mapping) and isinstance(values.get(key), Mapping):
             values = values[key]

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from axo import files
 from axo.checkpoint import folder as folders
 from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
 from axo.comm.connect import Communicators
@@ -97,7 +98,7 @@ class Run:
 
     def _claim_again(self) -> str:
         folder, lost = Path(self._folder), self._lock
-        if lost < 0 or folders.is_open(folder / _LOCK, lost):
+        if lost < 0 or files.is_open(folder / _LOCK, lost):
             return self.id
         folders.make_folder(folder)
         try:
@@ -149,15 +150,16 @@ class Run:
         return self._start(folder)
 
     def _hold(self, folder: Path) -> None:
-        for path in (folder / _LOCK, folder / IDENTITY):
-            if path.exists() and not path.is_file():  # to read a FIFO would wait for a writer
-                raise ValueError(
-                    f"checkpoint: {path} {folders.kind_of(path)}, and a file of that name is to be written"
-                )
-        self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        path = folder / IDENTITY
+        if path.exists() and not path.is_file():
+            raise ValueError(f"checkpoint: {path} {folders.kind_of(path)}, and a file of that name is to be written")
+        try:
+            self._lock = files.open_own(folder / _LOCK)
+        except ValueError as error:
+            raise ValueError(f"checkpoint: {error}") from None
         owner = os.read(self._lock, 1000).decode(errors="replace").strip()
         try:
-            free = folders.lock(self._lock)
+            free = files.lock(self._lock)
         except OSError as error:
             free = not _lives_here(owner)
             if free:
@@ -207,7 +209,7 @@ def _identify(folder: Path, identity: str) -> None:
 
 def _identity(folder: Path) -> str | None:
     try:
-        said = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))["run"]
-    except (OSError, ValueError, KeyError, TypeError):
+        said = files.parse_json(files.read_text(folder / IDENTITY))["run"]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
     return said if isinstance(said, str) and said else None

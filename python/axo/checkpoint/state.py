@@ -342,8 +342,12 @@ def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]
     group_of = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
     state: dict[int, dict[str, Any]] = {}
     groups, index = [], 0
-    for number, of_group in enumerate(parameter_names(model, optimizer)):
-        sources = {group_of.get(name) for name in of_group}
+    names = parameter_names(model, optimizer)
+    same_groups = len(names) == len(saved["groups"]) and all(
+        group_of.get(name) == number for number, of_group in enumerate(names) for name in of_group
+    )
+    for number, of_group in enumerate(names):
+        sources = {group_of.get(name) for name in of_group} or ({number} if same_groups else set())
         if len(sources) > 1 or None in sources:
             raise ValueError(
                 f"checkpoint: the parameters of the optimizer's group {number} were in groups"

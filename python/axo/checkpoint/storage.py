@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
+import zipfile
 from collections import deque
 from concurrent import futures
 from contextlib import suppress
@@ -26,19 +26,20 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from axo.checkpoint import checksum, state
+from axo import files
+from axo.checkpoint import checksum, metadata, state
 from axo.checkpoint import folder as folders
 from axo.checkpoint.parts import LoadPlanner
 
 _PIECE = 2 << 20  # bytes that a thread takes at a time; at 8 MiB two look random to the disk's read-ahead
 _HOT = 1 << 20  # bytes that are read, then hashed: a core's own cache still holds most of them
+_MOST_METADATA = 1 << 30  # bytes: of some six million chunks
 _SMALL = 256 << 10  # bytes that are read or hashed at once: a hand-over to another thread takes longer
 _WRONG = (
     "the checksum of what is there is not that of what was saved; use another checkpoint, or"
@@ -165,69 +166,93 @@ def seal(path: Path) -> str:
     return checksum.of((path / folders.METADATA).read_bytes())
 
 
-def read_metadata(path: Path, verify: bool = True) -> Metadata:
+def read_metadata(path: Path, verify: bool = True, trust: bool = False) -> Metadata:
     """DCP's metadata of a checkpoint that Axo wrote, with every file that it names in place.
+
+    Args:
+        path: The checkpoint.
+        verify: Compare its checksum.
+        trust: Take files that are links to somewhere else.
 
     Raises:
         ValueError: It cannot be read, is damaged or another program's, or a rank's file is missing or too short.
     """
     marker = folders.read_marker(path)
     try:
-        if verify and marker is not None and marker.metadata is not None:
-            hasher = checksum.hasher(marker.checksum, path)
-            hasher.update((path / folders.METADATA).read_bytes())
-            if hasher.hexdigest() != marker.metadata:
-                raise ValueError(f"checkpoint: {path} is damaged: {folders.METADATA}: {_WRONG}")
-        metadata = FileSystemReader(path).read_metadata()
-        storage = dict(metadata.storage_data or {})
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-        raise ValueError(f"checkpoint: the metadata of {path} cannot be read ({error})") from None
-    if state.HEAD not in metadata.state_dict_metadata:
+        data = files.read_bytes(path / folders.METADATA, _MOST_METADATA)
+    except OSError as error:
+        raise ValueError(f"checkpoint: the metadata of {path} cannot be read ({error.strerror})") from None
+    if verify and marker is not None and marker.metadata is not None:
+        hasher = checksum.hasher(marker.checksum, path)
+        hasher.update(data)
+        if hasher.hexdigest() != marker.metadata:
+            raise ValueError(f"checkpoint: {path} is damaged: {folders.METADATA}: {_WRONG}")
+    described = metadata.read(path, data, follow=trust)
+    if state.HEAD not in described.state_dict_metadata:
         raise ValueError(f"checkpoint: {path} was not written by axo.checkpoint.save (it has no entry {state.HEAD!r})")
-    ends: dict[str, int] = {}
-    for info in storage.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in sorted(ends.items()):
-        file = path / name
-        if not file.is_file():
-            rank = name.strip("_").split("_")[0]
-            raise ValueError(f"checkpoint: {path} is incomplete: {name}, the file of rank {rank}, is missing")
-        if file.stat().st_size < end:
-            raise ValueError(f"checkpoint: {path} is damaged: {name} has {file.stat().st_size} bytes, not {end}")
-    return metadata
+    return described
 
 
-def read_bytes(path: Path, metadata: Metadata, entry: str, verify: bool = True) -> Any:
+def read_plain(path: Path, weights_only: bool | None = True) -> Any:
+    """What ``torch.save`` wrote as one file; its tensors stay on disk until they are used, where the format allows it.
+
+    Args:
+        path: The file.
+        weights_only: As in ``torch.load``: False runs whatever the file says.
+
+    Raises:
+        ValueError: It cannot be read.
+    """
+    try:
+        with files.open_regular(path) as file:
+            mapped = zipfile.is_zipfile(file)
+            if mapped and any(part.compress_type != zipfile.ZIP_STORED for part in zipfile.ZipFile(file).infolist()):
+                raise ValueError("it is compressed")  # a little of it may become any amount; torch does not compress
+        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=weights_only)
+    except Exception as error:  # pickle, zip, the system: each with classes of its own
+        why, hint = state.reason(error), "it is damaged, or no checkpoint; get it again"
+        if isinstance(error, OSError):
+            why = error.strerror or why
+        elif os.path.isfile(path) and not os.path.getsize(path):
+            why = "it is empty"
+        elif isinstance(error, LookupError) or why == "Weights only load failed":  # the pickle reader's, of other files
+            why = "torch.save did not write it"
+        elif why.startswith("it holds a "):  # a class or function that torch does not call unasked
+            hint = "weights_only=False reads it (trust=True, --trust) and runs it; use that if you trust who wrote it"
+        raise ValueError(f"checkpoint: {path} cannot be read ({why}): {hint}") from None
+
+
+def read_bytes(path: Path, saved: Metadata, entry: str, verify: bool = True) -> Any:
     """One entry that is no tensor.
 
     Raises:
         ValueError: It is damaged.
     """
     wanted = {entry: None}
-    read_into(path, metadata, wanted, verify)
+    read_into(path, saved, wanted, verify)
     return wanted[entry]
 
 
-def read_into(path: Path, metadata: Metadata, entries: dict[str, Any], verify: bool = True) -> None:
+def read_into(path: Path, saved: Metadata, entries: dict[str, Any], verify: bool = True) -> None:
     """Fill :class:`Parts` in place and replace other values.
 
     Raises:
         ValueError: What was read is damaged; names file and entry. What was read before it has been filled in.
     """
-    planner = LoadPlanner(entries, metadata)
+    planner = LoadPlanner(entries, saved)
     requests: dict[MetadataIndex, list[ReadItem]] = {}
     for item in planner.create_local_plan().items:
         requests.setdefault(item.storage_index, []).append(item)
-    places = [(metadata.storage_data[index], index) for index in requests]
+    places = [(saved.storage_data[index], index) for index in requests]
     places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
     with torch.no_grad(), futures.ThreadPoolExecutor(1) as beside:
         reader = _FileReader(path, verify, beside)
         for name, of_file in groupby(places, key=lambda place: place[0].relative_path):
             try:
-                with open(path / name, "rb", buffering=0) as file:
+                with files.open_regular(path / name) as file:
                     for info, index in of_file:
                         reader.begin(name, index)
-                        _read(reader, file, info, metadata, planner, requests[index])
+                        _read(reader, file, info, saved, planner, requests[index])
                     reader.finish()
             except OSError as error:
                 raise ValueError(f"checkpoint: {path / name} cannot be read: {error.strerror}") from None
@@ -343,11 +368,14 @@ def _read(
     reader: _FileReader,
     file: io.FileIO,
     info: Any,
-    metadata: Metadata,
+    saved: Metadata,
     planner: LoadPlanner,
     items: list[ReadItem],
 ) -> None:
     """Read one stored entry, for all that need a part of it."""
+    tensor, sizes = saved.state_dict_metadata[items[0].storage_index.fqn], torch.Size()
+    if isinstance(tensor, TensorStorageMetadata):
+        sizes = next(chunk.sizes for chunk in tensor.chunks if chunk.offsets == items[0].storage_index.offset)
     position, size, expected = getattr(info, "checked", None) or (info.offset, info.length, None)
     if position == info.offset:
         data = np.empty(size, np.uint8)
@@ -360,19 +388,19 @@ def _read(
         if items[0].type == LoadItemType.BYTE_IO:
             planner.state_dict[items[0].dest_index.fqn] = value
             return
+        if not isinstance(value, torch.Tensor) or value.shape != sizes:
+            raise reader.damaged("it holds no tensor of that size")
     else:
-        saved = metadata.state_dict_metadata[items[0].storage_index.fqn]
-        assert isinstance(saved, TensorStorageMetadata)
-        sizes = next(chunk.sizes for chunk in saved.chunks if chunk.offsets == items[0].storage_index.offset)
+        assert isinstance(tensor, TensorStorageMetadata)
         target = planner.resolve_tensor(items[0])
         whole = len(items) == 1 and target.shape == sizes and target.is_contiguous()
         whole = whole and not target.is_conj() and not target.is_neg()  # whose bytes are others
-        if whole and target.device.type == "cpu" and target.dtype == saved.properties.dtype:
+        if whole and target.device.type == "cpu" and target.dtype == tensor.properties.dtype:
             if not target.is_inference():  # what autograd has kept of it, and copies elsewhere, are of other values
                 torch.autograd.graph.increment_version(target)
             reader.fill(file, position, _bytes_of(target), expected)
             return
-        value = torch.empty(sizes, dtype=saved.properties.dtype, device="cpu")  # whatever torch's default device is
+        value = torch.empty(sizes, dtype=tensor.properties.dtype, device="cpu")  # whatever torch's default device is
         reader.fill(file, position, _bytes_of(value), expected)
         reader.finish()
     for item in items:

@@ -152,7 +152,7 @@ def save(
         except OSError as error:
             problem = f"checkpoint: {final.parent} cannot be written to: {error.strerror}"
     try:
-        path = agree(group, problem, part and part.path)
+        path = Path(agree(group, problem, part and str(part.path)))
         if async_:
             agree(group, _stage(entries))
     except BaseException:
@@ -218,10 +218,10 @@ def _check_arguments(folder: Any, name: Any, step: Any, extra: Any, keep: Any, r
         raise ValueError(f"checkpoint: keep={keep!r} is out of range; keep at least 1, or None for all")
     if run is not None and (not isinstance(run, str) or not run):
         raise ValueError(f"checkpoint: run={run!r} is not an identity; use a string, or None for none")
-    _check_readable("extra", extra)
+    check_readable("extra", extra)
 
 
-def _check_readable(what: str, value: Any) -> None:
+def check_readable(what: str, value: Any) -> None:
     """Whether ``load`` will take what is no tensor of the model."""
     buffer, value = io.BytesIO(), state.without_numbers(value)
     try:
@@ -247,7 +247,7 @@ def _entries(
     for entry, value in entries.items():
         if not isinstance(value, Parts):
             what = f"an option of {type(optimizer).__name__}" if entry == state.OPTIMIZER else f"{entry!r}"
-            _check_readable(what, value)
+            check_readable(what, value)
     entries[f"{state.RNG}/{rank}"] = state.rng_state()
     grid, ranks = ("1x1x1x1", 1) if comms is None else (str(comms.grid), comms.everyone.size)
     dropout = state.dropout_state(model)

@@ -42,6 +42,10 @@ def benchmarks() -> list[str]:
 
 
 def _is_script(name: str) -> bool:
-    """Whether a module of the benches can be run; others are what they share."""
+    """Whether a module of the benches can be run, a package by its ``__main__``; others are what they share."""
     spec = importlib.util.find_spec(f"axo_bench.{name}")
-    return spec is not None and spec.origin is not None and '__name__ == "__main__"' in Path(spec.origin).read_text()
+    if spec is None or spec.origin is None:
+        return False
+    path = Path(spec.origin)
+    path = path.with_name("__main__.py") if spec.submodule_search_locations else path
+    return path.exists() and '__name__ == "__main__"' in path.read_text()

@@ -14,6 +14,7 @@ def consolidate(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint, a folder of them, or a plain file.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A .pth or .safetensors file; from a file: a folder.")],
     optimizer: Annotated[bool, typer.Option("--optimizer", help="The optimizer's state_dict too (.pth).")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Let SOURCE run code: a .pth may hold any class.")] = False,
 ) -> None:
     """Write a sharded checkpoint as one plain state_dict, or a plain one as a checkpoint."""
     for name, path in (("SOURCE", source), ("OUT", out)):
@@ -29,4 +30,4 @@ def consolidate(
 
         folder.check_consolidate(source, out, optimizer)  # before torch is imported
         from axo.checkpoint import consolidate as write
-    say(f"wrote {write(source, out, optimizer=optimizer)}")
+    say(f"wrote {write(source, out, optimizer=optimizer, trust=trust)}")

@@ -107,11 +107,12 @@ def dryrun(
 def _of_litgpt(file: Path, model: str, fields: dict[str, str], parts: int) -> dict[str, Any]:
     """What a pretraining configuration of LitGPT's says of a step whose rows are cut into so many parts; its model
     where ``model`` names none. ``fields`` override the model's."""
-    from axo.integrations.litgpt import early
+    from axo.integrations.litgpt import parsing
     from axo.train.models import resolve
 
-    options = early.read("pretrain", "litgpt.pretrain", "setup", ["--config", str(file)])
-    if options is None or min(options.train.global_batch_size, options.train.micro_batch_size) < 1:
+    setup = parsing.load("litgpt.pretrain", "setup")
+    options = parsing.parse("pretrain", setup, ["--config", str(file)]).litgpt
+    if min(options.train.global_batch_size, options.train.micro_batch_size) < 1:
         raise ValueError(f"dryrun: --litgpt {file} is no configuration of litgpt pretrain with sizes of batches")
     if options.model_config is not None and not model:
         raise ValueError(f"dryrun: --litgpt {file} has a model_config; write that into a file, and add --model FILE")

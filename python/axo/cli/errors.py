@@ -37,6 +37,7 @@ class CommandGroup(TyperGroup):
     def main(self, args: Sequence[str] | None = None, *options: Any, **more: Any) -> NoReturn:
         """Run ``args``, those of the process by default; ends by ``SystemExit``."""
         _replace_what_cannot_be_shown()
+        self._main_shell_completion({}, "axo")  # of `axo --install-completion`; ends the process if the shell asks
         arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
         code = 0
         try:
@@ -71,7 +72,8 @@ def _end(error: BaseException, command: str) -> int:
     if isinstance(error, SystemExit):
         raise error
     if isinstance(error, KeyboardInterrupt):
-        return _end_by_signal(error.signal if isinstance(error, Interrupted) else signal.SIGINT, command)
+        number, lost = (error.signal, error.lost) if isinstance(error, Interrupted) else (signal.SIGINT, "")
+        return _end_by_signal(number, command, lost)
     if isinstance(error, RankFailed):
         _show_cursor()
         if error.trace:
@@ -110,12 +112,12 @@ def _without_name(message: str, command: str) -> str:
     return message.removeprefix(f"{command.removeprefix('axo ')}: ")
 
 
-def _end_by_signal(number: int, command: str) -> int:
+def _end_by_signal(number: int, command: str, lost: str = "") -> int:
     """The exit code after a signal; a closed pipe ends without a word."""
     _show_cursor()
     if number != signal.SIGPIPE:
         name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
-        complain(f"{command}: interrupted{name}; all ranks have ended")
+        complain(f"{command}: interrupted{name}; all ranks have ended{'; ' if lost else ''}{lost}")
     return 128 + number
 
 

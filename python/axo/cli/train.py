@@ -61,7 +61,7 @@ def train(context: typer.Context, **given: Any) -> None:
     found = early.check_here(config) if rank is None else None
     if rank is not None and not models.names_file(config.model):
         early.check_sizes(config)
-    from axo.integrations.litgpt.early import load
+    from axo.integrations.litgpt.parsing import load
 
     outcome = load("axo.train.runner", "run")(config, found)
     if outcome is not None and not _tell(outcome, expect_drop):
@@ -138,7 +138,7 @@ def _tell(outcome: Outcome, expect_drop: float | None) -> bool:
     if outcome.checkpoint is not None:
         say(f"checkpoint {outcome.checkpoint}")
     if outcome.stopped:
-        say(f"stopped by SIGTERM after {len(outcome.losses)} steps; go on with --resume auto")
+        say(f"stopped by {outcome.stopped} after {len(outcome.losses)} steps; go on with --resume auto")
         return True
     line = (
         f"loss: {outcome.losses[0]:.3f} at first, {outcome.tail_loss:.3f} over the last {len(outcome.losses[-10:])} of "

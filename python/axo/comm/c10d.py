@@ -1,10 +1,12 @@
 """Tells torch.distributed of the backend ``axo``, without importing torch.
 
-``init_process_group("axo")`` must work after ``import axo``, whichever of the two was imported first, and ``import
-axo`` must stay light where only planning is wanted. So: if torch.distributed is loaded, register now. If not, put one
+torch 2.14 and later look a name that they do not know up among the entry points ``torch.distributed.backends``
+(pyproject.toml names `register` there): ``init_process_group("axo")`` needs no import, and a program that does not ask
+for the name pays nothing. For torch 2.11 to 2.13 ``import axo`` has to do it, whichever of the two was imported first,
+and must stay light where only planning is wanted. So: if torch.distributed is loaded, register now. If not, put one
 finder at the head of ``sys.meta_path`` that waits for the module ``torch.distributed.distributed_c10d``; it lets the
-ordinary finders locate it, lets it execute, registers, and has removed itself by then. (torch's own entry point for
-plug-ins, ``torch.backends``, would run in every program that imports torch, with or without Axo.)
+ordinary finders locate it, lets it execute, registers, and has removed itself by then. It goes when torch 2.13 does.
+(The other entry points, ``torch.backends``, would run in every program that imports torch.)
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from typing import Any
 _TARGET = "torch.distributed.distributed_c10d"
 
 
-def register_when_torch_loads() -> None:
-    """Register the backend now if torch.distributed is loaded, else as soon as it is."""
+def register() -> None:
+    """Register the backend now if torch.distributed is loaded, else as soon as it is. Nothing else is loaded."""
     loaded = sys.modules.get(_TARGET)
     if loaded is not None and hasattr(loaded, "Backend"):
         _register(loaded)

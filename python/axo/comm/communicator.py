@@ -42,7 +42,7 @@ from axo.comm.memory import (
     rows_to_elements,
     scaled,
 )
-from axo.comm.work import Work, open_group
+from axo.comm.work import Work, copy_all, deliver_completed, open_group, undelivered
 from axo.errors import Error, Mismatch, raised
 from axo.launch import CONSEQUENCES, let_the_cause_end_first, record_failure
 
@@ -409,11 +409,15 @@ class Communicator:
             finally:
                 self._blocked += time.perf_counter() - start
             watch.add(self.axis, start, None)
-            for to, buffer in copies:
-                with torch.no_grad():  # only where something is copied: it costs more than a small message
-                    to.copy_(buffer)
+            if copies:  # to enter a mode costs more than a small message
+                copy_all(copies)
+            if undelivered:
+                deliver_completed()
             return result
-        return self._pending(Work(self, call(*args, False, self._timeout_ms, keep), result, copies), result, async_op)
+        work = Work(self, call(*args, False, self._timeout_ms, keep), result, copies)
+        if copies:
+            work.deliver_when_completed()
+        return self._pending(work, result, async_op)
 
     def _pending(self, work: Work, result: Any, async_op: bool) -> Any:
         if watch.issued is not None:
@@ -428,8 +432,7 @@ class Communicator:
 
     def _alone(self, source: torch.Tensor, target: Any, result: Any, async_op: bool) -> Any:
         if target is not source:
-            with torch.no_grad():
-                target.copy_(source.reshape(target.shape))
+            copy_all(((target, source.reshape(target.shape)),))
         return Work(self, None, result, ()) if async_op else result
 
     def _spread(self, error: Mismatch) -> None:
@@ -455,6 +458,8 @@ class Communicator:
         if spent is None:
             return None
         self._blocked += spent
+        if undelivered:
+            deliver_completed()
         return result
 
     def _tensor(self, array: Any, what: str) -> torch.Tensor:

@@ -248,7 +248,9 @@ class Communicators:
         return dist.DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
 
     def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        return dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
+        group = dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)  # torch gives ranks that are not in it a number
+        return group
 
     @cached_property
     def pipeline_group(self) -> dist.ProcessGroup:
@@ -297,7 +299,7 @@ class Communicators:
         self.everyone.barrier()  # notices a death, which the store by which torch's groups are made does not
         serves_cpu = torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
         part = self._group is not None
-        return dist.new_group(
+        group = dist.new_group(
             self.ranks if part else None,
             timedelta(seconds=self.timeout),
             None if serves_cpu else "gloo",
@@ -305,6 +307,8 @@ class Communicators:
             pg_options=None if "nccl" in dist.get_backend_config() else BackendOptions(self.timeout, "checkpoints"),
             use_local_synchronization=part,
         )
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def close(self) -> None:
         """Wait for this rank's pending operations and leave the peers. May be called again.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from axo.comm.communicator import Communicator
 from axo.comm.extension import _C
 from axo.comm.memory import check_integer
-from axo.comm.work import Work, milliseconds, open_group
+from axo.comm.work import Work, copy_all, milliseconds, open_group
 from axo.errors import Error, Mismatch
 
 
@@ -106,6 +106,16 @@ class DeviceWork(Work):
         if self._copies or self._copied is not None:
             self._finish()
             torch.accelerator.current_stream(self._communicator.device).synchronize()
+
+    def copy_in_order(self) -> None:
+        """Make the copies on a stream of their own, after the operation: nobody has to wait for them to be made."""
+        assert self._core is not None
+        with torch.Stream(self._communicator.device):
+            self._core.wait_on(self._communicator.current_stream)
+            self._finish()
+
+    def _deliver(self) -> None:
+        pass  # the copies follow in the order of streams
 
     def _complete_result(self) -> Any:
         self.synchronize()
@@ -265,15 +275,16 @@ class DeviceCommunicator(Communicator):
                 if not self._after_caller:
                     raise ValueError("signalled(): a blocking call follows the current stream; use async_op=True")
                 call(*args, True, self._timeout_ms, None, stream, True)
-                with torch.no_grad():
-                    for to, buffer in copies:
-                        to.copy_(buffer)
+                copy_all(copies)
                 return result
             core = call(*args, False, self._timeout_ms, keep, stream, self._after_caller)
         except Mismatch as error:
             self._spread(error)
             raise
-        return self._pending(DeviceWork(self, core, result, copies), result, async_op)
+        work = DeviceWork(self, core, result, copies)
+        if copies and not open_group.depth:
+            work.copy_in_order()
+        return self._pending(work, result, async_op)
 
     def _alone(self, source: torch.Tensor, target: Any, result: Any, async_op: bool) -> Any:
         super()._alone(source, target, result, False)

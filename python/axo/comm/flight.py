@@ -13,23 +13,36 @@ What it does not do: messages (send, recv) are shown when they are pending, neve
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from axo import files
+
 if TYPE_CHECKING:
     from rich.console import Console
 
+_TIMES = ("issued", "written", "epoch")
 _FIELDS: dict[str, type] = {
     **dict.fromkeys(("communicator", "id", "host", "op", "dtype", "state"), str),
     **dict.fromkeys(("rank", "size", "pid", "sequence", "count"), int),
-    **dict.fromkeys(("issued", "written", "epoch"), float),
+    **dict.fromkeys(_TIMES, float),
 }
+_OPTIONAL: dict[str, type | tuple[type, ...]] = {  # may be null, or not there
+    **dict.fromkeys(("world_rank", "root", "tag"), int),
+    "failure": str,
+    "ended": (int, float),
+}
+_MOST = 64 << 20  # bytes of a file: of some hundred communicators
+_MOST_RANKS = 1 << 20  # of one communicator; each of those that have no record is listed
+_MOST_SECONDS = 1e12
+_MOST_PAIRS = 1 << 24  # collectives times ranks of one communicator: a rank remembers 256
+_SHOWN = 64  # ranks, communicators, failures: of each at most so many
 _MESSAGES = ("send", "recv")
 
 
@@ -88,6 +101,10 @@ class Line:
     messages: list[dict[str, Any]] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
 
+    def absent(self) -> Iterator[int]:
+        """Ranks without a file."""
+        return (rank for rank in range(self.size) if rank not in self.ranks)
+
     def called(self, rank: int) -> str:
         """The rank, with its number in the world where that is known."""
         operations = self.ranks.get(rank)
@@ -101,8 +118,8 @@ class Late:
 
     Attributes:
         seconds: From the first rank's arrival to the last one's; None while somebody is missing.
-        last: The rank that came last, if all came. missing: Ranks that have not come. unknown: Ranks without a file,
-            or whose file goes back less far.
+        last: The rank that came last, if all came. missing: Ranks that have not come. forgotten: Those whose file goes
+            back less far.
     """
 
     line: Line
@@ -112,8 +129,13 @@ class Late:
     seconds: float | None
     last: int | None
     missing: tuple[int, ...]
-    unknown: tuple[int, ...]
+    forgotten: tuple[int, ...]
     waited: float  # seconds that the first rank has waited when its file was written or the operation ended
+
+    @property
+    def unknown(self) -> Iterator[int]:
+        """Ranks of which nothing is known here, which may be as many as a file claims."""
+        return chain(self.forgotten, self.line.absent())
 
 
 def read(paths: Iterable[Path]) -> list[Line]:
@@ -123,6 +145,7 @@ def read(paths: Iterable[Path]) -> list[Line]:
         ValueError: A file that cannot be read, or is no flight file; names it and the line.
     """
     lines: dict[tuple[str, str, int], Line] = {}
+    paths = list(paths)
     for path in paths:
         for record in _records(path):
             key = (record["communicator"], record["id"], record["size"])
@@ -134,13 +157,20 @@ def read(paths: Iterable[Path]) -> list[Line]:
                 line.messages.append(record)
             else:
                 operations[record["sequence"]] = record
+    for line in lines.values():
+        sequences = len({sequence for operations in line.ranks.values() for sequence in operations})
+        if sequences * len(line.ranks) > _MOST_PAIRS:
+            raise ValueError(
+                f"flight file {paths[0]}: {sequences} collectives of {len(line.ranks)} ranks of one communicator cannot"
+                " be; give files that Axo has written"
+            )
     return sorted(lines.values(), key=lambda line: (-line.size, line.name))
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = files.read_text(path, _MOST)
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"flight file {path}: cannot be read ({why}); give files named axo-flight-PID.jsonl") from None
     if not text.strip():
@@ -148,38 +178,41 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(text.splitlines(), 1):
         where = f"flight file {path}, line {number}"
         try:
-            record = json.loads(row)
-        except json.JSONDecodeError as error:
+            record = files.parse_json(row)
+        except ValueError as error:
             raise ValueError(f"{where}: is not JSON ({error}); give files named axo-flight-PID.jsonl") from None
         if not isinstance(record, dict):
             raise ValueError(f"{where}: is not a JSON object; give files named axo-flight-PID.jsonl")
         for name, kind in _FIELDS.items():
             value = record.get(name)
             if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
-                raise ValueError(f"{where}: {name}={value!r} is not {kind.__name__}; give files that Axo has written")
-        if not 0 <= record["rank"] < record["size"]:
-            raise ValueError(f"{where}: rank {record['rank']} of {record['size']} cannot be")
-        for name in ("world_rank", "failure", "ended"):
-            record.setdefault(name, None)
+                raise ValueError(
+                    f"{where}: {name}={files.shown(value)} is not {kind.__name__}; give files that Axo has written"
+                )
+        for name, kinds in _OPTIONAL.items():
+            value = record.setdefault(name, None)
+            if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+                raise ValueError(f"{where}: {name}={files.shown(value)} cannot be; give files that Axo has written")
+        if not 0 <= record["rank"] < record["size"] <= _MOST_RANKS:
+            raise ValueError(f"{where}: rank {files.shown(record['rank'])} of {files.shown(record['size'])} cannot be")
+        if not all(abs(record[name] or 0) < _MOST_SECONDS for name in (*_TIMES, "ended")):
+            raise ValueError(f"{where}: a time of it is not one; give files that Axo has written")
         yield record
 
 
 def lateness(line: Line) -> list[Late]:
     """The collectives of one communicator, in order, that at least one rank still remembers."""
     sequences = sorted({sequence for operations in line.ranks.values() for sequence in operations})
-    return [_late(line, sequence) for sequence in sequences]
+    first = {rank: min(operations) for rank, operations in line.ranks.items() if operations}
+    return [_late(line, sequence, first) for sequence in sequences]
 
 
-def _late(line: Line, sequence: int) -> Late:
+def _late(line: Line, sequence: int, first_known: dict[int, int]) -> Late:
     here = {rank: operations[sequence] for rank, operations in line.ranks.items() if sequence in operations}
     missing: list[int] = []
-    unknown: list[int] = []
-    for rank in range(line.size):
-        if rank in here:
-            continue
-        known = line.ranks.get(rank)
-        forgotten = known is None or (known and sequence < min(known))
-        (unknown if forgotten else missing).append(rank)
+    forgotten: list[int] = []
+    for rank in sorted(line.ranks.keys() - here.keys()):
+        (forgotten if sequence < first_known.get(rank, 0) else missing).append(rank)
     one_host = len({record["host"] for record in here.values()}) == 1
     times = {rank: record["issued"] + (0.0 if one_host else record["epoch"]) for rank, record in here.items()}
     first, last = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
@@ -195,7 +228,7 @@ def _late(line: Line, sequence: int) -> Late:
         times[last] - times[first] if complete else None,
         last if complete else None,
         tuple(missing),
-        tuple(unknown),
+        tuple(forgotten),
         (ended if ended is not None else here[first]["written"]) - here[first]["issued"],
     )
 
@@ -217,6 +250,11 @@ def latest(lines: Iterable[Line]) -> list[Late]:
     return sorted(complete, key=lambda late: -(late.seconds or 0.0))[:10]
 
 
+def _listed(items: Iterable[str]) -> str:
+    shown = list(islice(items, _SHOWN + 1))
+    return ", ".join(shown[:_SHOWN] + ["..."] * (len(shown) > _SHOWN)) or "-"
+
+
 def render(paths: list[Path], console: Console) -> None:
     """Print what the files say as tables of rich."""
     from rich.table import Table
@@ -227,18 +265,18 @@ def render(paths: list[Path], console: Console) -> None:
         table = Table(title="not complete", title_justify="left")
         for column in ("communicator", "operation", "state", "waited", "not arrived", "no record"):
             table.add_column(column, no_wrap=column == "operation")
-        for late in waiting:
+        for late in waiting[:_SHOWN]:
             table.add_row(
                 f"{late.line.name} of {late.line.size}",
                 f"{late.op} #{late.sequence}",
                 late.state,
                 f"{late.waited:.3f} s",
-                ", ".join(late.line.called(rank) for rank in late.missing) or "-",
-                ", ".join(map(str, late.unknown)) or "-",
+                _listed(late.line.called(rank) for rank in late.missing),
+                _listed(map(str, late.unknown)),
             )
         console.print(table)
-    for line in lines:
-        for rank, failure in sorted(line.failures.items()):
+    for line in lines[:_SHOWN]:
+        for rank, failure in sorted(line.failures.items())[:_SHOWN]:
             console.print(f"{line.name}, rank {line.called(rank)}: {failure}", markup=False, highlight=False)
         pending = [message for message in line.messages if message["state"] != "done"]
         for message in pending[:10]:

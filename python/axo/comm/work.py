@@ -6,6 +6,10 @@
 
 A Work keeps its tensors alive; dropping it does not cancel the operation. The three ways to wait are those of
 csrc/base/work.h.
+
+The result of a tensor that is not contiguous is copied when its operation is complete, whether or not the Work is still
+there: by the next wait or blocking call of any communicator, by ``is_completed``, or else by the thread of the futures.
+On a device the copy follows in the order of streams, at once.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from axo.errors import Error, Mismatch
 if TYPE_CHECKING:
     from axo.comm.communicator import Communicator
 
+undelivered: list[Work] = []  # works on the host with copies to make
+_copying = threading.RLock()  # a reader must not pass a copy that another thread is making
 _LONGEST_S = 1e9  # 30 years: what a clock of nanoseconds can hold
 
 
@@ -36,6 +42,20 @@ def milliseconds(timeout: float) -> int:
     if not isinstance(timeout, Real) or not timeout >= 0:
         raise ValueError(f"synchronize: timeout={timeout!r} is no time; use seconds of at least 0, or None for ever")
     return int(min(float(timeout), _LONGEST_S) * 1000)
+
+
+def deliver_completed() -> None:
+    """Make the copies of all works whose operations are complete."""
+    for work in tuple(undelivered):
+        if work._core is not None and work._core.is_completed():
+            work._deliver()
+
+
+def copy_all(copies: tuple) -> None:
+    """Copy ``(to, from)``, in the mode in which ``to`` may be written."""
+    for target, buffer in copies:
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
+            target.copy_(buffer)
 
 
 class CoreWork(Protocol):
@@ -75,6 +95,8 @@ class Work:
                 watch.waited(self._communicator.axis, start, self)
         if self._copies:
             self._finish()
+        if undelivered:
+            deliver_completed()
         return self._result
 
     def synchronize(self, timeout: float | None = None) -> None:
@@ -91,6 +113,7 @@ class Work:
         if self._core is not None:
             self._block(self._core.synchronize, limit)
         self._finish()
+        deliver_completed()
 
     def _block(self, wait: Callable[..., None], *limit: int) -> float:
         """Wait as ``wait`` of the core does; when that began. The time counts as the communicator's."""
@@ -106,7 +129,11 @@ class Work:
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, with or without an error. Never blocks."""
-        return not self._recorded and (self._core is None or self._core.is_completed())
+        if self._recorded or not (self._core is None or self._core.is_completed()):
+            return False
+        if self._copies:
+            self._deliver()
+        return True
 
     def exception(self) -> BaseException | None:
         """The error that the operation ended with; None while it is pending or when it succeeded."""
@@ -163,11 +190,27 @@ class Work:
         if self._recorded:
             raise Error("wait: this operation belongs to an axo.group() that is still open; wait after the block")
 
+    def deliver_when_completed(self) -> None:
+        """See to it that the copies are made even if nobody waits."""
+        if self._copies and self._core is not None:
+            undelivered.append(self)
+            self._core.when_completed(self._deliver)
+
+    def _deliver(self) -> None:
+        """The copies of an operation that has ended."""
+        with _copying:
+            if self._core is not None and self._core.exception() is not None:
+                self._copies = ()
+            self._finish()
+            if self in undelivered:
+                undelivered.remove(self)
+
     def _finish(self) -> None:
-        copies, self._copies = self._copies, ()
-        for target, buffer in copies:
-            with torch.no_grad():
-                target.copy_(buffer)
+        if not self._copies:
+            return
+        with _copying:
+            copy_all(self._copies)
+            self._copies = ()
 
 
 class _OpenGroup(threading.local):

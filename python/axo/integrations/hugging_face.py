@@ -29,21 +29,26 @@ checkpoint that was written without a grid.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, recursively_apply
 from torch import nn
 
 import axo
+from axo.comm.agree import all_call
 from axo.comm.connect import Communicators
 from axo.grid import Grid
+from axo.integrations import data_ranks
 from axo.integrations.fabric.figures import Figures
 from axo.nn.layer import is_parallel
 
@@ -80,6 +85,8 @@ def on_grid(owner: _Object, grid: Grid | str, *, plan: str | dict[str, str] = "a
         raise axo.Refused("on_grid: the Trainer has an optimizer, whose parameters are not split; let it make its own")
     accelerator._axo_comms = axo.connect(grid, device=accelerator.device)
     accelerator._axo_options = {"plan": plan, "zero": zero}
+    if importlib.util.find_spec("torchmetrics"):
+        data_ranks.sync_metrics(accelerator._axo_comms)
     _join(accelerator, GridAccelerator)
     trainer: Any = owner
     if owner is not accelerator:
@@ -110,10 +117,19 @@ class GridAccelerator(Accelerator):
         """Which data rank this is."""
         return self._axo_comms.data_rank
 
+    @property
+    def is_last_process(self) -> bool:
+        """Of all ranks."""
+        state: Any = self.state
+        return bool(state.process_index == state.num_processes - 1)
+
     def _split(self, model: nn.Module) -> None:
         if not is_parallel(model):
             model.to(self.device)
             axo.parallelize(model, self._axo_comms, **self._axo_options)
+            for part in model.modules():
+                if hasattr(part, "num_parameters"):  # transformers'
+                    part.num_parameters = partial(_num_parameters, part)  # type: ignore[assignment]
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """As accelerate's; models are split in place, and optimizers get their new parameters."""
@@ -149,15 +165,32 @@ class GridAccelerator(Accelerator):
         with axo.no_sync(self.unwrap_model(model)):
             yield
 
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
+        """As accelerate's; one that reads on rank 0 for all gives each data rank its part."""
+        prepared = super().prepare_data_loader(data_loader, *args, **options)
+        if isinstance(prepared, DataLoaderDispatcher):
+            prepared.state = _DataRanks(prepared.state, self._axo_comms)
+        return prepared
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """One part for each data rank."""
+        state: Any = _DataRanks(self.state, self._axo_comms)
+        with PartialState.split_between_processes(state, inputs, apply_padding) as part:
+            yield part
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all ranks have called it, or raise where one does something else together with all."""
+        all_call(self._axo_comms, "accelerator.wait_for_everyone()")
+        super().wait_for_everyone()
+
     def gather(self, tensor: Any) -> Any:
         """One part of each data rank."""
-        grid = self._axo_comms.grid
-        first = [rank for rank in range(grid.world_size) if grid.coords(rank)[:2] == (0, 0)]
 
-        def pick(whole: torch.Tensor) -> torch.Tensor:
-            return whole.view(grid.world_size, -1, *whole.shape[1:])[first].flatten(0, 1)
+        def of_all(part: torch.Tensor) -> torch.Tensor:
+            return data_ranks.gather(part.detach().reshape(part.shape or (1,)), self._axo_comms).flatten(0, 1)
 
-        return recursively_apply(pick, super().gather(tensor)) if grid.world_size > 1 else super().gather(tensor)
+        return recursively_apply(of_all, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object and self._axo_comms.grid.x * self._axo_comms.grid.y > 1:
@@ -166,8 +199,14 @@ class GridAccelerator(Accelerator):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Each data rank counts once."""
-        grid = self._axo_comms.grid
-        return super().reduce(tensor, reduction, scale / (grid.x * grid.y) if reduction == "sum" else scale)
+        if reduction not in ("sum", "mean", "none"):
+            raise axo.Refused(f"reduce: reduction={reduction!r} is not supported on a grid; use 'sum' or 'mean'")
+
+        def over_all(part: torch.Tensor) -> torch.Tensor:
+            total = data_ranks.reduce(part, self._axo_comms)
+            return total / self.num_processes if reduction == "mean" else total
+
+        return recursively_apply(over_all, tensor, error_on_other_type=True)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Write the model, the optimizer, schedulers and registered objects to ``output_dir``. Every rank calls it."""
@@ -191,6 +230,23 @@ class GridAccelerator(Accelerator):
             raise axo.Refused(f"{what}: on a grid it takes a folder, and is of one model and one optimizer at most")
         optimizer = self._optimizers[0].optimizer if self._optimizers else None
         return self.unwrap_model(self._models[0]), optimizer
+
+
+class _DataRanks:
+    """accelerate's state of a process, in which data ranks are the processes."""
+
+    def __init__(self, state: Any, comms: Communicators) -> None:
+        self._state, self.num_processes, self.process_index = state, comms.data_ranks, comms.data_rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+
+def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """As transformers' own, of the whole model."""
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    counted = (p for p in model.parameters() if not (exclude_embeddings and id(p) in tables))
+    return data_ranks.whole_numel(p for p in counted if p.requires_grad or not only_trainable)
 
 
 class _Scheduler(AcceleratedScheduler):
@@ -235,6 +291,11 @@ class GridTrainer:
         trainer: Any = super()
         trainer.log(logs, start_time)
 
+    def floating_point_ops(self, inputs: Any) -> float:
+        """This rank's share: the Trainer adds up all ranks'."""
+        trainer: Any = super()
+        return float(trainer.floating_point_ops(inputs)) / self.get_tp_size()
+
     def get_tp_size(self) -> int:
         """Ranks that work on the same batch."""
         return self.accelerator._axo_comms.grid.x * self.accelerator._axo_comms.grid.y
@@ -246,6 +307,12 @@ class GridTrainer:
         state = self.model.state_dict()  # whole tensors; a collective
         if self.args.should_save:
             trainer._save(folder, state_dict=state)
+        elif getattr(
+            self.model, "_hf_peft_config_loaded", False
+        ):  # PEFT asks modules for what it saves; by add_adapter
+            self.model.get_adapter_state_dict(state_dict=state)
+        elif hasattr(self.model, "peft_config"):
+            self.model.save_pretrained(folder, state_dict=state, is_main_process=False)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

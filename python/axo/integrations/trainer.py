@@ -26,29 +26,38 @@ Not here: parameters that the LightningModule itself owns (refused), several opt
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor, _plugin_to_compute_dtype
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.grads import grad_norm
+from lightning.pytorch.utilities.model_summary import model_summary
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import BatchSampler
 
 import axo
 from axo.comm.connect import Communicators
 from axo.grid import Grid
+from axo.integrations import data_ranks
 from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
 from axo.integrations.fabric.figures import Figures
-from axo.integrations.fabric.loader import SharedLoader, split_in_order
+from axo.integrations.fabric.loader import EachOnce, SharedLoader, with_batches
 from axo.integrations.fabric.strategy import AxoStrategy as FabricStrategy
+from axo.integrations.fabric.strategy import count_data_ranks
+from axo.nn.clip import total_norm
 
 _POSITION = "axo_data"  # where the run stands in its data; under Lightning's own key a run without Axo would refuse it
 
@@ -88,6 +97,7 @@ class AxoStrategy(ParallelStrategy):
         self._fabric = FabricStrategy(grid, plan=plan, zero=zero, sharded=sharded, counts="data", timeout=timeout)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.grid, self.sharded, self.like_one_device = self._fabric.grid, sharded, like_one_device
+        self._stage: RunningStage | None = None
 
     # --- who is here --------------------------------------------------------------------------------------------
 
@@ -135,6 +145,11 @@ class AxoStrategy(ParallelStrategy):
         """Over data ranks, each of which counts once; a given group of torch's is torch's business."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
+        if (
+            str(getattr(reduce_op, "name", reduce_op)).lower() in ("none", "mean", "avg")
+            and not tensor.is_floating_point()
+        ):
+            tensor = tensor.to(torch.get_default_dtype())  # Lightning weighs by numbers of rows, whose mean is none
         return self._fabric.all_reduce(tensor.clone(), group, reduce_op)
 
     all_gather: Any = property(attrgetter("_fabric.all_gather"), doc="One part of each data rank.")
@@ -155,8 +170,16 @@ class AxoStrategy(ParallelStrategy):
             axo.Refused: A parameter belongs to none of them, or to two.
         """
         children = _children(model)
+        alike = {_shapes(each) for each in (model, *children.values())}
         for child in children.values():
             self._fabric.setup_module(child)
+        # Averages of weights are copies that callbacks made before.
+        trainer: Any = getattr(self.lightning_module, "_trainer", None)
+        held = [each for callback in trainer.callbacks for each in vars(callback).values()] if trainer else []
+        for module in (part for each in held if isinstance(each, nn.Module) for part in each.modules()):
+            if _shapes(module) in alike:
+                for copy in _children(module).values() if isinstance(module, type(model)) else (module,):
+                    self._fabric.setup_module(copy)
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -180,9 +203,31 @@ class AxoStrategy(ParallelStrategy):
                 f"AxoStrategy: a {type(dataloader).__name__} as data; peers on x and y must get the same batches, which"
                 " Axo sees to for a torch.utils.data.DataLoader"
             )
-        if self.like_one_device:
-            dataloader = split_in_order(dataloader, self.comms)
-        return _Loader(dataloader, self.comms)
+        return _Loader(self._cut(dataloader), self.comms)
+
+    def _cut(self, loader: Any) -> Any:
+        """Each sample once where the order is that of one device, and in prediction, as in Lightning."""
+        batches, comms = loader.batch_sampler, self.comms
+        predicts = isinstance(batches, _IndexBatchSamplerWrapper)
+        own: Any = batches.sampler if predicts else loader.sampler
+        if predicts and type(own) is UnrepeatedDistributedSamplerWrapper:
+            own = own.dataset._sampler  # type: ignore[attr-defined]
+        elif not self.like_one_device or batches is None or has_iterable_dataset(loader):
+            return loader
+        if not predicts and type(batches) is not BatchSampler:
+            raise axo.Refused(
+                f"AxoStrategy: like_one_device=True with a batch sampler of its own, {type(batches).__name__}, whose"
+                " batches are of one device; leave like_one_device out, or give batch_size and sampler"
+            )
+        cut: Any = EachOnce(own, batches.batch_size, batches.drop_last, comms)
+        last = cut.sizes()[-1] if len(cut) else 0
+        if self._stage == RunningStage.TRAINING and last % comms.data_ranks:
+            raise axo.Refused(
+                f"AxoStrategy: like_one_device=True, and the last batch of an epoch has {last} samples, which"
+                f" {comms.data_ranks} data ranks cannot share evenly: their mean would not be that of one device; use"
+                " drop_last=True, or leave like_one_device out"
+            )
+        return with_batches(loader, _IndexBatchSamplerWrapper(cut) if predicts else cut)
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -241,6 +286,19 @@ class AxoStrategy(ParallelStrategy):
     def setup(self, trainer: Any) -> None:
         if self.like_one_device:
             trainer._accelerator_connector.use_distributed_sampler = False
+        prepare = trainer._data_connector._prepare_dataloader
+
+        def prepare_and_note(dataloader: Any, shuffle: bool, mode: Any) -> Any:
+            self._stage = mode  # of the loader that process_dataloader gets next
+            return prepare(dataloader, shuffle, mode)
+
+        if self._stage is None:
+            trainer._data_connector._prepare_dataloader = prepare_and_note
+        self._stage = trainer.state.stage
+        for monitor in (each for each in trainer.callbacks if isinstance(each, ThroughputMonitor)):
+            for throughput in monitor._throughputs.values():
+                throughput.available_flops = monitor.available_flops
+                count_data_ranks(throughput, self.comms)
         super().setup(trainer)
 
 
@@ -291,12 +349,62 @@ class LogFigures(Callback):
 class _Loader(SharedLoader):
     """A shared loader whose state, taken when an epoch has ended, begins the next one, as the Trainer does."""
 
+    def __iter__(self) -> Iterator[Any]:
+        # Whoever does not read goes through the indices all the same: Lightning shows them to writers of predictions.
+        batches = getattr(self._loader, "batch_sampler", None)
+        indices = iter(batches if isinstance(batches, _IndexBatchSamplerWrapper) and not self._reads else ())
+        for batch in super().__iter__():
+            next(indices, None)
+            yield batch
+
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         own = self._own
         if own is not None and own._given and own._given == len(self):
             return {"epoch": state["epoch"] + 1, "samples": 0}
         return state
+
+
+def _shapes(module: nn.Module) -> tuple[Any, ...]:
+    return type(module), *((name, parameter.shape) for name, parameter in module.named_parameters())
+
+
+def whole_grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Any]:
+    """What Lightning's ``grad_norm`` gives on one device. Every rank must call it."""
+    norm_type = float(norm_type)
+    if norm_type <= 0:
+        raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {norm_type}")
+    norms = {
+        f"grad_{norm_type}_norm{group_separator}{name}": total_norm([(p, p.grad)], norm_type, False, "grad_norm")
+        for name, p in module.named_parameters()
+        if p.grad is not None
+    }
+    return norms | (
+        {f"grad_{norm_type}_norm_total": torch.stack(list(norms.values())).norm(norm_type)} if norms else {}
+    )
+
+
+def _grad_norm(module: Any, norm_type: Any, group_separator: Any = "/") -> Any:
+    from axo.integrations.trainer import whole_grad_norm
+
+    return whole_grad_norm(module, norm_type, group_separator)
+
+
+def _see_whole_parameters() -> None:
+    """Let Lightning's counters count whole parameters, of which a rank holds parts."""
+    summary = model_summary.ModelSummary
+
+    def trainable(self: Any) -> int:
+        return data_ranks.whole_numel(p for p in self._model.parameters() if p.requires_grad)
+
+    layers = property(lambda self: data_ranks.whole_numel(self._module.parameters()))
+    model_summary.LayerSummary.num_parameters = layers  # type: ignore[assignment]
+    summary.total_parameters = property(lambda self: data_ranks.whole_numel(self._model.parameters()))  # type: ignore[assignment]
+    summary.trainable_parameters = property(trainable)  # type: ignore[assignment]
+    grad_norm.__code__ = _grad_norm.__code__  # programs have imported the function itself
+
+
+_see_whole_parameters()
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:

@@ -1,6 +1,6 @@
 """Distributed matrix products: the algorithms by name, what each sends, and the product that the layers run.
 
-    algorithm, registry, summa, cannon, ...   the algorithms of the papers on plain matrices
+    algorithm, registry, axonn, summa, ...    the algorithms that layers train with, on plain matrices
     product, blocks                           the product of a layer over ranks, with autograd: axonn's, and Tesseract's
     products                                  its three products on one rank, as the tuner chose
     fused                                     those that run chunk by chunk with their collective

@@ -114,7 +114,7 @@ class Algorithm(ABC):
     """One distributed product. Objects hold no tensor and no communicator.
 
     Attributes:
-        name: As in ``axo.matmul.algorithms``.
+        name: As in ``axo_bench.products.algorithms``.
         a, b, c: Where the matrices lie before and after.
     """
 

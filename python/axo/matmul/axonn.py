@@ -12,15 +12,16 @@ is the bare product, to compare with the others. B is gathered as its transpose,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from axo.grid import Grid
-from axo.matmul.agarwal import scatter, start_gather
 from axo.matmul.algorithm import BACKWARD, FORWARD, Algorithm, Layout, Shape, Transfer, chunk, dropped, part
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from axo.comm.communicator import Communicator
     from axo.comm.connect import Communicators
 
 
@@ -56,3 +57,25 @@ class Axonn(Algorithm):
         output = Transfer(FORWARD, "all_reduce", "y", x * z, x * z * 2 * (y - 1), 2 * (y - 1) * shape.m * shape.n)
         grad = Transfer(BACKWARD, "all_reduce", "x", y * z, y * z * 2 * (x - 1), 2 * (x - 1) * shape.m * shape.k)
         return dropped([*weights, output, grad])
+
+
+def start_gather(comm: Communicator, shard: Tensor, rows: int) -> Callable[[], Tensor]:
+    """Start to gather the shards of a block of ``rows`` rows; calling the result gives the block."""
+    if comm.size == 1:
+        return lambda: shard
+    step = chunk(rows, comm.size)
+    padded = shard.new_zeros(step, shard.shape[1])
+    padded[: shard.shape[0]] = shard
+    work = comm.all_gather(padded, async_op=True)
+    return lambda: work.wait().reshape(comm.size * step, shard.shape[1])[:rows]
+
+
+def scatter(comm: Communicator, block: Tensor) -> Tensor:
+    """Sum ``block`` over the ranks and keep this rank's rows of it."""
+    if comm.size == 1:
+        return block
+    rows = block.shape[0]
+    step = chunk(rows, comm.size)
+    padded = block.new_zeros(comm.size * step, block.shape[1])
+    padded[:rows] = block
+    return comm.reduce_scatter(padded).reshape(step, block.shape[1])[: part(rows, comm.size, comm.rank)]

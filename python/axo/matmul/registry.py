@@ -1,26 +1,11 @@
-"""The distributed products by name: ``axo.matmul.algorithms["cannon"]``. A new one is a file and a line here."""
+"""The distributed products that layers train with, by name: ``axo.matmul.algorithms["tesseract"]``.
 
-from axo.matmul.agarwal import Agarwal
+Those of the field that they are compared with stand in ``axo_bench.products.algorithms``.
+"""
+
 from axo.matmul.algorithm import Algorithm
 from axo.matmul.axonn import Axonn
-from axo.matmul.cannon import Cannon
-from axo.matmul.cosma import Cosma
-from axo.matmul.megatron import MegatronColumn, MegatronRow
-from axo.matmul.solomonik import Solomonik
 from axo.matmul.summa import Summa
 from axo.matmul.tesseract import Tesseract
 
-algorithms: dict[str, Algorithm] = {
-    algorithm.name: algorithm
-    for algorithm in (
-        MegatronColumn(),
-        MegatronRow(),
-        Cannon(),
-        Summa(),
-        Solomonik(),
-        Tesseract(),
-        Agarwal(),
-        Cosma(),
-        Axonn(),
-    )
-}
+algorithms: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in (Summa(), Tesseract(), Axonn())}

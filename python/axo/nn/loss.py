@@ -32,6 +32,7 @@ from axo.matmul.product import refuse_create_graph
 from axo.overlap.gradients import wanted
 from axo.placement import check_whole, chunk_bounds
 from axo_kernels.device import gemm_kernels, runs_triton
+from axo_kernels.gemm.layout import overlaps_itself
 
 REDUCTIONS = ("mean", "sum", "none")
 _CHUNK_ELEMENTS = 1 << 18  # 1 MiB in fp32: stays in the cache
@@ -141,6 +142,11 @@ def cross_entropy(
     if not 0 < classes <= columns:
         raise ValueError(
             f"cross_entropy: vocab_size={vocab_size} is not between 1 and the {columns} columns of the logits"
+        )
+    if inplace_backward and overlaps_itself(input):
+        raise ValueError(
+            f"cross_entropy: inplace_backward=True writes into the logits, and those of shape {tuple(input.shape)} have"
+            f" strides {input.stride()}, so that elements share memory; leave it out, or pass logits.contiguous()"
         )
     options = _Options(comms, columns, classes, ignore_index, label_smoothing, inplace_backward)
     losses = _CrossEntropy.apply(input, target, options)
@@ -270,6 +276,8 @@ def _gradient(
 def _rows_for_kernels(tensor: torch.Tensor) -> torch.Tensor | None:
     """(groups, rows, V) of (..., V), a view; None where kernels cannot take it."""
     if not runs_triton(tensor.device) or tensor.dtype == torch.float64 or not tensor.numel() or tensor.stride(-1) != 1:
+        return None
+    if tensor.is_neg():  # a kernel would read what lies in memory
         return None
     for groups in (1, tensor.shape[0]):  # the second for logits without their last position, (B, T, V)[:, :-1]
         try:

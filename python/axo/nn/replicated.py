@@ -105,6 +105,8 @@ class ReduceGradient:
 
 def reduce_gradient(parameter: torch.Tensor, exchange: Exchange) -> None:
     """Reduce each gradient of ``parameter`` as ``exchange`` says, whether it wants one now or later."""
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return  # codes of a quantized weight, a mask: they have none
     wanted = parameter.requires_grad
     parameter.requires_grad_(True).register_hook(ReduceGradient(exchange, parameter))
     parameter.requires_grad_(wanted)

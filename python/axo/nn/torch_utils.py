@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils import clip_grad, convert_parameters, parametrize
 
 from axo.nn.clip import total_norm
-from axo.placement import Placement, placement_of
+from axo.placement import Placement, is_split, placement_of
 
 
 class _TotalNorm:
@@ -48,10 +48,6 @@ class _TotalNorm:
         if not any(owner is not tensor or hasattr(tensor, "placement") for owner, tensor in found):
             return self.torchs_own(tensors, norm_type, error_if_nonfinite, foreach)
         return total_norm(found, norm_type, error_if_nonfinite, "get_total_norm")
-
-
-def is_split(placement: Placement | None) -> bool:
-    return placement is not None and any(placement.communicators.grid.size(axis) > 1 for axis in placement.axes)
 
 
 def refuse_derived(what: str, placement: Placement | None) -> None:

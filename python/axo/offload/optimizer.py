@@ -89,6 +89,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         ValueError, OSError: As of ``axo.Offload.adamw``.
     """
 
+    takes_shards = True  # torch's AdamW, whose update is elementwise, with memory of its own for parts
     loads_in_place = True  # a checkpoint reads into the state's own memory (axo.checkpoint.state)
 
     def __init__(

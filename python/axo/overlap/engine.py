@@ -63,7 +63,7 @@ class Engine:
         pool: Buffers.
         zero: What cuts optimizer state over data, if anything does.
         events: The record under way, if any.
-        compares_inputs: The next training step begins by comparing the model's input over x and y.
+        compares_inputs: Kinds of passes (TRAINING, EVALUATION) whose next one compares the model's input over x and y.
         synchronizing: False inside ``axo.no_sync``.
         holding: True from the first micro-batch of a pipeline's step until its gradients are to be reduced.
         reducing: True from then until ``release`` waits for them: what the stage sends must not come after that.
@@ -81,7 +81,7 @@ class Engine:
         scatter = self.zero is not None and zero == 2
         self.gradients = Gradients(self, Buckets(self, overlap.bucket_bytes, scatter=scatter))
         self.events: Events | None = None
-        self.compares_inputs = False
+        self.compares_inputs: set[str] = set()
         self.synchronizing = True
         self.holding = self.reducing = False
         self.awaits_backward = False
@@ -136,10 +136,12 @@ class Engine:
         if self.zero is not None:
             self.zero.restore()
         if not in_backward():
-            if self.compares_inputs and torch.is_grad_enabled():
-                self.compares_inputs = is_on("AXO_CHECK")
+            kind = TRAINING if torch.is_grad_enabled() else EVALUATION
+            if kind in self.compares_inputs:
+                if not is_on("AXO_CHECK"):
+                    self.compares_inputs.discard(kind)
                 check_same_inputs(self.comms, _tensors((inputs, named)))
-            self.gathers.begin(TRAINING if torch.is_grad_enabled() else EVALUATION)
+            self.gathers.begin(kind)
 
     def _after_forward(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
         if in_backward():

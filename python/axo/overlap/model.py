@@ -14,8 +14,10 @@ from axo.comm.connect import Communicators
 from axo.overlap.engine import Engine
 from axo.overlap.events import Events
 from axo.overlap.exchange import Exchange
+from axo.overlap.gathers import EVALUATION, TRAINING
 from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.options import Overlap
+from axo.overlap.shard_reads import watch_first_passes
 from axo.overlap.step_check import watch
 from axo.overlap.zero import STAGES, Zero
 from axo.placement import Placement
@@ -46,7 +48,7 @@ def attach(
 
     Layers of one repeated block (an entry of an ``nn.ModuleList`` or ``nn.Sequential``) are gathered together.
     ``zero`` and ``reduce_dtype`` are as for ``axo.parallelize``. ``same_inputs``: the model takes the same input on all
-    ranks along x and y, which its first training step checks.
+    ranks along x and y, which its first pass with gradients checks, and its first one without.
 
     Raises:
         ValueError: ``zero`` is not a stage, or ``reduce_dtype`` not a dtype for it.
@@ -63,8 +65,11 @@ def attach(
         exchange.join(engine, name, block[0] if block else name)
     if engine.zero is not None:
         _cut_state(model, engine.zero)
-    engine.compares_inputs = same_inputs and comms.grid.x * comms.grid.y > 1
+    if same_inputs and comms.grid.x * comms.grid.y > 1:
+        engine.compares_inputs = {TRAINING, EVALUATION}
     engine.root_at(model)
+    if same_inputs:
+        watch_first_passes(model)
     watch(engine)
 
 

@@ -38,6 +38,8 @@ class GradScaler(torch.amp.GradScaler):
         device = comms.device.type if device is None else device
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._comms = comms
+        if enabled:  # in stages only the last one scales a loss, which torch waits for
+            self._lazy_init_scale_growth_tracker(comms.device)  # type: ignore[attr-defined]
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

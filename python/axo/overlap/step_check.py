@@ -7,14 +7,16 @@ After a step no weight that was gathered before is used again, since a change ma
 (``p.data.add_(...)``).
 
 The state that an optimizer has loaded must be that of this rank's shards (``optimizer_state``), and its update must be
-one of single elements where tensors are split. Every optimizer of the process is asked, since a model may be made by
-hand. One that also holds parameters which are not the grid's gets a warning: Axo does not reduce their gradients.
+one of single elements where tensors are split, which is tried (``update_trial``). Every optimizer of the process is
+asked, since a model may be made by hand. One that also holds parameters which are not the grid's gets a warning: Axo
+does not reduce their gradients.
 
 An optimizer that was made before ``axo.parallelize`` holds parameters that the model no longer has: its steps would
 train nothing, and are refused.
 
 A model made by a plan takes the same input on all ranks along x and y (with Tesseract, y). Rows that differ there would
-be mixed in silence, so inputs are compared, in the first training step or (``AXO_CHECK=1``) in all.
+be mixed in silence, so inputs are compared, in the first pass with gradients and the first one without, or
+(``AXO_CHECK=1``) in all.
 
 A compiled model is refused unless ``keep_out_of_graphs`` was called: to trace its communication takes minutes a layer.
 So is one inside of torch's DistributedDataParallel, which broadcasts rank 0's parameters.
@@ -23,6 +25,7 @@ So is one inside of torch's DistributedDataParallel, which broadcasts rank 0's p
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -40,15 +43,11 @@ from axo.comm.counting import active as counting
 from axo.errors import Refused
 from axo.overlap import optimizer_state
 from axo.overlap.step_hooks import Arguments, after_steps, before_steps, closure_of, with_closure
+from axo.overlap.update_trial import LIMIT, try_update
 from axo.placement import placement_of
 
 if TYPE_CHECKING:
     from axo.overlap.engine import Engine
-
-
-# Optimizers by name whose step on a part of a tensor is not that part of the step on all of it. A subclass of another
-# name may know of the other parts.
-NOT_ELEMENTWISE = frozenset(("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"))
 
 
 def watch(engine: Engine) -> None:
@@ -110,17 +109,42 @@ def _warn_of_others(asked: weakref.WeakSet[Optimizer], engine: Engine, optimizer
         )
 
 
-def _check_state(owner: object, optimizer: Optimizer, arguments: Arguments) -> None:
-    if type(optimizer).__name__ in NOT_ELEMENTWISE and optimizer_state.shards_of(optimizer):
+def check_update(optimizer: Optimizer, where: str) -> None:
+    """Check that an optimizer may step on the parts of parameters that this rank has.
+
+    One that knows of the other ranks' parts says so: its class has ``takes_shards = True``.
+
+    Raises:
+        Refused: Its update of a part of a tensor is not that part of its update of the whole tensor.
+    """
+    if getattr(optimizer, "takes_shards", False) or not optimizer_state.shards_of(optimizer):
+        return
+    name, found = type(optimizer).__name__, try_update(optimizer)
+    if found.share > LIMIT:
+        how = found.reason if math.isinf(found.share) and found.reason else f"is off by {min(found.share, 9.99):.1%}"
         raise Refused(
-            f"step(): {type(optimizer).__name__} does not update element by element, and its parameters are split over"
-            " ranks; use an optimizer such as AdamW or SGD, or a grid with data ranks only and zero=0"
+            f"{where}: {name} does not update element by element (on a half of a small tensor it {how}), and its"
+            " parameters are split over ranks; use an optimizer such as AdamW or SGD, or a grid with data ranks only"
+            " and zero=0; one that knows of the other ranks' parts needs takes_shards = True on its class"
         )
+    if found.reason:
+        warnings.warn(
+            f"axo: {where}: {name} could not be tried on a part of a small tensor ({found.reason}). Its parameters are"
+            " split over ranks, so its steps are right only if it updates element by element",
+            stacklevel=2,
+        )
+
+
+def _check_state(tried: Tried, owner: object, optimizer: Optimizer, arguments: Arguments) -> None:
+    if tried.get(optimizer) != len(optimizer.param_groups):
+        check_update(optimizer, "step()")
+        tried[optimizer] = len(optimizer.param_groups)
     optimizer_state.check(optimizer)
     optimizer_state.mark(optimizer)
 
 
-before_steps(_check_state, _check_state)  # first, and for good
+Tried = weakref.WeakKeyDictionary[Optimizer, int]  # optimizers, and how many groups they had then
+before_steps(_check_state, partial(_check_state, Tried()))  # first, and for good
 
 
 Replaced = list[tuple[str, "weakref.ref[nn.Parameter]"]]

@@ -22,6 +22,7 @@ Owner = TypeVar("Owner")
 _Hooks = weakref.WeakKeyDictionary[object, list[Hook]]
 
 _before, _after = _Hooks(), _Hooks()
+TRIAL = "_axo_trial"  # an attribute of an optimizer whose steps are of no training: no hook is called
 
 
 def closure_of(arguments: Arguments) -> Callable[[], object] | None:
@@ -51,6 +52,8 @@ def after_steps(owner: Owner, hook: Callable[[Owner, Optimizer, Arguments], None
 
 def _call(hooks: _Hooks, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Arguments | None:
     changed = None
+    if hasattr(optimizer, TRIAL):
+        return None
     for owner, of_owner in list(hooks.items()):
         for hook in of_owner:
             changed = hook(owner, optimizer, changed or (args, options)) or changed

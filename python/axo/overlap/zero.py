@@ -6,7 +6,7 @@
 
 There is no wrapper, and the optimizer is the user's. Hooks that torch runs around every ``step`` cut each parameter
 down to this rank's rows while the optimizer works, so the optimizer makes state for these rows alone. That is right for
-updates that are elementwise (SGD, Adam, AdamW, ...); optimizers known not to be are refused. Rows are cut as
+updates that are elementwise (SGD, Adam, AdamW, ...); others are refused (``axo.overlap.update_trial``). Rows are cut as
 ``torch.chunk`` does, after what x, y and z have cut (``Placement.state``), so a checkpoint loads on any grid, with ZeRO
 or without.
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -74,8 +75,7 @@ class Zero:
 
     def mine(self, parameter: torch.Tensor) -> bool:
         """Whether this cuts the state of ``parameter``."""
-        placement = placement_of(parameter)
-        return placement is not None and placement.zero is self and parameter.dim() > 0
+        return _zero_of(parameter) is self
 
     # --- the step -------------------------------------------------------------------------------------------------
 
@@ -86,25 +86,26 @@ class Zero:
             return None
         closure = closure_of(arguments)
         if closure is None:
-            self._narrow(parameters)
+            self._narrow(optimizer, parameters)
             return None
 
         def whole() -> Any:
             self.restore()
             loss = closure()
-            self._narrow(parameters)
+            self._narrow(optimizer, parameters)
             return loss
 
         return with_closure(arguments, whole)
 
     @torch.no_grad()
-    def _narrow(self, parameters: list[torch.Tensor]) -> None:
+    def _narrow(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
             grad = parameter.grad
             if grad is None:
                 continue
             whole, rows = parameter.data, self.rows_of(parameter)
             is_whole = grad.shape == whole.shape
+            cut_state(optimizer, parameter, whole.shape, partial(self.rows_of, parameter))
             self._narrowed.append(_Narrowed(parameter, whole, grad if is_whole else None))
             parameter.data = rows
             parameter.grad = self._placed(parameter, self.rows_of(parameter, grad)) if is_whole else grad
@@ -176,7 +177,7 @@ class Zero:
 
         return finish
 
-    # --- gradients of rows ----------------------------------------------------------------------------------------
+    # --- gradients of rows, of another engine's parameter too: two stages on a rank may share one -------------------
 
     def begin_backward(self) -> None:
         """Put rows' gradients aside: autograd may have whole ones to add up."""
@@ -184,7 +185,7 @@ class Zero:
             return
         for parameter in self._engine.parameters():
             grad = parameter.grad
-            if grad is not None and grad.shape != parameter.shape and self.mine(parameter):
+            if grad is not None and grad.shape != parameter.shape and _zero_of(parameter):
                 self._aside[id(parameter)] = parameter, grad
                 parameter.grad = None
 
@@ -193,7 +194,7 @@ class Zero:
         if self.stage < 2:
             return
         for parameter in self._engine.parameters():
-            if parameter.grad is not None and self.mine(parameter) and parameter.grad.shape == parameter.shape:
+            if parameter.grad is not None and _zero_of(parameter) and parameter.grad.shape == parameter.shape:
                 self.put(parameter, self.rows_of(parameter, parameter.grad).clone())
         aside, self._aside = self._aside, {}
         for owner, grad in aside.values():
@@ -201,7 +202,7 @@ class Zero:
 
     def give(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """Make a finished gradient the parameter's; with stage 2 it is of this rank's rows."""
-        if self.stage < 2 or not self.mine(parameter):
+        if self.stage < 2 or not _zero_of(parameter):
             parameter.grad = grad
         else:
             self.put(parameter, grad)
@@ -235,3 +236,37 @@ class Zero:
     @property
     def _ranks(self) -> int:
         return self._engine.comms.grid.data
+
+
+def _zero_of(parameter: torch.Tensor) -> Zero | None:
+    """What cuts the optimizer's state of a parameter over data."""
+    zero = getattr(placement_of(parameter), "zero", None)
+    return zero if isinstance(zero, Zero) and parameter.dim() > 0 else None
+
+
+def cut_state(
+    optimizer: Optimizer, parameter: torch.Tensor, whole: torch.Size, take: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Cut state that was made, or loaded, for the whole parameter (Adagrad's at construction) down to its rows."""
+    state = optimizer.state.get(parameter, {})
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == whole:
+            rows = take(value)
+            if rows.shape != whole:
+                state[key] = rows.clone()
+
+
+def set_gradient(parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Make ``grad`` the parameter's: of its shape, or of this rank's rows, which torch would not take."""
+    zero = _zero_of(parameter)
+    if zero is None or grad is None or grad.shape == parameter.shape:
+        parameter.grad = grad
+    else:
+        zero.put(parameter, grad)
+
+
+def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape that the parameter's gradient has after a backward pass."""
+    zero = _zero_of(parameter)
+    rows = parameter if zero is None or zero.stage < 2 else zero.rows_of(parameter)
+    return torch.zeros_like(rows, requires_grad=False)

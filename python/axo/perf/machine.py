@@ -20,8 +20,12 @@ from typing import Any
 
 import yaml
 
+from axo import files
 from axo.grid import Grid
 
+# Flops of a fused attention kernel for each byte that memory could move in its time, fitted as ``ASSUMED`` says. Its
+# tiles live in registers and shared memory: from A100 to H100 its rate has grown with memory, not with products.
+ATTENTION_INTENSITY = 55.0
 _FOLDER = Path(__file__).parent / "data" / "machines"
 PROFILED = "machine.yaml"  # where axo profile writes
 
@@ -56,6 +60,7 @@ class Machine:
         network_fraction: Share of ``inter_gbs`` that collectives reach (calibrated).
         contention: Share of a GPU's products that is lost while a collective runs beside them (its kernels take units).
         watts: Power of one GPU with its share of the node; 0: not known.
+        attention_tflops: Rate of a fused attention kernel; 0: ``ATTENTION_INTENSITY`` times ``memory_gbs``.
         host_link_gbs: Between a GPU and its host, one direction.
         host_memory_gbs: A GPU's share of the bandwidth of the host's memory.
         gemms: Measured products, where there are any.
@@ -81,6 +86,7 @@ class Machine:
     network_fraction: float = 1.0
     contention: float = 0.0
     watts: float = 0.0
+    attention_tflops: float = 0.0
     host_link_gbs: float = 25.0
     host_memory_gbs: float = 25.0
     gemms: tuple[Gemm, ...] = ()
@@ -133,10 +139,26 @@ class Machine:
         """True when peers on ``axis`` stand on different nodes."""
         return grid.size(axis) > 1 and grid.stride(axis) * grid.size(axis) > self.gpus_per_node
 
+    def nodes(self, gpus: int) -> tuple[int, int]:
+        """Return (nodes, ranks of each) on which so many GPUs stand: as few nodes as have equally many."""
+        a_node = next(each for each in range(min(gpus, self.gpus_per_node), 0, -1) if gpus % each == 0)
+        return gpus // a_node, a_node
+
+    def of_nodes(self, gpus: int) -> Machine:
+        """Return this machine with nodes of as many GPUs as so many stand on."""
+        nodes, a_node = self.nodes(gpus)
+        return self if nodes == 1 or a_node == self.gpus_per_node else replace(self, gpus_per_node=a_node)
+
     @property
     def gemm_flops(self) -> float:
         """Flop/s of a large product inside a training step."""
         return 1e12 * self.gemm_tflops * self.gemm_fraction
+
+    @property
+    def attention_flops(self) -> float:
+        """Flop/s of a fused attention kernel inside a training step, of scores that the causal mask leaves."""
+        rate = 1e12 * self.attention_tflops or ATTENTION_INTENSITY * 1e9 * self.memory_gbs
+        return min(rate, self.gemm_flops)
 
     def gemm_seconds(self, m: int, k: int, n: int) -> float:
         """Return the time of one product: of the nearest measured one, else its flops and its bytes (bf16) added."""
@@ -222,21 +244,26 @@ def measured_here() -> str:
 @cache
 def _read(path: Path) -> Machine:
     try:
-        return _MachineReader(path, yaml.compose(path.read_text(encoding="utf-8"), Loader=_LOADER)).machine()
+        try:
+            text = files.read_text(path)
+            files.check_yaml(text)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
+            raise ValueError(f"machine file {path}: {why}") from None
+        return _MachineReader(path, yaml.compose(text, Loader=_LOADER)).machine()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}" if mark else "somewhere"
         raise ValueError(f"machine file {path}, {where}: not YAML: {getattr(error, 'problem', error)}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"machine file {path}: not text, from byte {error.start} on") from None
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-# What a machine file that does not say it gets: what the papers' machines were measured to reach (gemm_fraction: the
-# mean of the three), NCCL's own tuning constants, and a quarter of a GPU's units busy with collectives.
+# What a machine file that does not say it gets: gemm_fraction, fitted with ATTENTION_INTENSITY on four published runs
+# on A100 and H100 (``axo bench exam``); what the papers' machines were measured to reach of the network; NCCL's own
+# tuning constants; and a quarter of a GPU's units busy with collectives.
 ASSUMED = {
-    "gemm_fraction": 0.61,
+    "gemm_fraction": 0.96,
     "network_fraction": 0.94,
     "latency_intra_us": 3.4,
     "latency_inter_us": 14.0,
@@ -247,6 +274,7 @@ _MOST = 1e15  # of any number in a file, so that nothing computed from it is inf
 _MOST_A_NODE = 65536
 
 # The numbers of a file, and whether each must be given; ``network`` is of the command.
+_MAY_BE_ZERO = ("latency", "layer", "contention", "attention")
 _NUMBERS = {each.name: each.default is MISSING for each in fields(Machine) if each.type == "float"}
 del _NUMBERS["network"]
 _OTHERS = "name gpus_per_node intra_gbs cross_gbs gemms calibrated_on description sources profiled".split()
@@ -272,15 +300,18 @@ class _MachineReader:
             self.lines[name], self.nodes[name] = line, value
             try:
                 self.values[name] = loader.construct_object(value, deep=True)
-            except ValueError as error:  # a date that there is not, a number of thousands of digits
+            except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError) as error:
+                # a date that there is not, a number of thousands of digits or, with !!int, of none
                 raise self.fail(name, str(error)) from None
 
     def fail(self, name: str, what: str, line: int = 0) -> ValueError:
-        return ValueError(f"machine file {self.path}, line {line or self.lines.get(name, 1)}, field {name!r}: {what}")
+        return ValueError(
+            f"machine file {self.path}, line {line or self.lines.get(name, 1)}, field {files.shown(name)}: {what}"
+        )
 
     def number(self, name: str, value: Any, *, zero: bool = False, line: int = 0) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_MOST <= value <= _MOST:
-            raise self.fail(name, f"{_short(value)} is not a number", line)
+            raise self.fail(name, f"{files.shown(value)} is not a number", line)
         if value < 0 or (value == 0 and not zero):
             raise self.fail(name, f"{value!r} must be above 0", line)
         return float(value)
@@ -294,9 +325,9 @@ class _MachineReader:
                 raise self.fail(name, "is missing")
         gpus = self.values["gpus_per_node"]
         if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= _MOST_A_NODE:
-            raise self.fail("gpus_per_node", f"{_short(gpus)} is not a whole number from 1 to {_MOST_A_NODE}")
+            raise self.fail("gpus_per_node", f"{files.shown(gpus)} is not a whole number from 1 to {_MOST_A_NODE}")
         numbers = {
-            name: self.number(name, self.values[name], zero=name.startswith(("latency", "layer", "contention")))
+            name: self.number(name, self.values[name], zero=name.startswith(_MAY_BE_ZERO))
             for name in _NUMBERS
             if name in self.values
         }
@@ -309,7 +340,7 @@ class _MachineReader:
         numbers |= {name: ASSUMED[name] for name in assumed}
         rows = self.values.get("calibrated_on") or []
         if not isinstance(rows, list):
-            raise self.fail("calibrated_on", f"{_short(rows)} is not a list of what was measured")
+            raise self.fail("calibrated_on", f"{files.shown(rows)} is not a list of what was measured")
         return Machine(
             name=str(self.values.get("name", self.path.stem)),
             gpus_per_node=gpus,
@@ -331,7 +362,7 @@ class _MachineReader:
 
     def table(self, name: str, value: Any) -> dict[tuple[int, int], float]:
         if not isinstance(value, dict):
-            raise self.fail(name, f"{_short(value)} is not a table of INNERxSIZE: GB/s")
+            raise self.fail(name, f"{files.shown(value)} is not a table of INNERxSIZE: GB/s")
         table = {}
         lines = [key.start_mark.line + 1 for key, _ in self.nodes[name].value] if value else []
         if len(lines) != len(value):
@@ -339,7 +370,7 @@ class _MachineReader:
         for (key, bandwidth), line in zip(value.items(), lines, strict=True):
             parts = str(key).split("x")
             if len(parts) != 2 or not all(part.isdecimal() and 0 < int(part) <= _MOST for part in parts):
-                raise self.fail(name, f"{_short(key)} is not of the form INNERxSIZE, such as 2x4", line)
+                raise self.fail(name, f"{files.shown(key)} is not of the form INNERxSIZE, such as 2x4", line)
             table[int(parts[0]), int(parts[1])] = self.number(name, bandwidth, line=line)
         return table
 
@@ -351,13 +382,7 @@ class _MachineReader:
         for row, node in zip(rows, self.nodes["gemms"].value if rows else [], strict=True):
             line = node.start_mark.line + 1
             if not isinstance(row, dict) or not {"m", "k", "n", "tflops"} <= set(row):
-                raise self.fail("gemms", f"{_short(row)} lacks one of m, k, n, tflops", line)
+                raise self.fail("gemms", f"{files.shown(row)} lacks one of m, k, n, tflops", line)
             m, k, n, tflops = (self.number("gemms", row[part], line=line) for part in ("m", "k", "n", "tflops"))
             found.append(Gemm(math.ceil(m), math.ceil(k), math.ceil(n), tflops))
         return tuple(found)
-
-
-def _short(value: Any) -> str:
-    """A value as a message shows it."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

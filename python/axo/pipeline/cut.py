@@ -34,7 +34,8 @@ from axo.nn.elsewhere import Elsewhere, renamed, set_shared
 from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
 from axo.overlap.model import detach, engines
-from axo.perf import readers
+from axo.overlap.zero import set_gradient, zero_gradient
+from axo.perf import hugging_face, readers
 from axo.perf.cut import bounds_of, planned
 from axo.perf.pipeline_schedule import LOOP, V, rank_of, stages_of
 from axo.perf.workload import Workload
@@ -71,7 +72,7 @@ def workload_of(model: nn.Module) -> Workload:
     """What the planner knows of a model of a known family."""
     config: Any = model.config
     if hasattr(config, "to_dict"):
-        return readers.from_hugging_face(config.to_dict())
+        return hugging_face.read(config.to_dict())
     return readers.from_litgpt(vars(config), seq_length=getattr(model, "max_seq_length", None))
 
 
@@ -142,7 +143,7 @@ def split(
             attach_alike(module)
         family.finish(module, index == 0, index == stages - 1)
         for engine in engines(module) if index else ():
-            engine.compares_inputs = False  # activations, split over y
+            engine.compares_inputs = set()  # activations, split over y
     return found
 
 
@@ -253,7 +254,7 @@ def tied_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             for parameter, tied in found:
                 if parameter.grad is None and parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
+                    set_gradient(parameter, zero_gradient(parameter))
                 if parameter.grad is not None:
                     whole = tied.all_reduce(parameter.grad.to(tied.device))
                     if whole.device != parameter.grad.device:  # that of a weight on the host
@@ -261,4 +262,4 @@ def tied_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for (parameter, _), grad in zip(found, kept, strict=True):
             if grad is not None:
-                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+                set_gradient(parameter, grad if parameter.grad is None else grad.add_(parameter.grad))

@@ -4,7 +4,8 @@
     LitGPT      transformer.h   transformer.wte                 transformer.ln_f, lm_head
     Llama       model.layers    model.embed_tokens              model.norm, lm_head
     GPT-2       transformer.h   transformer.wte, wpe, drop      transformer.ln_f, lm_head
-    ViT         encoder.layer   embeddings                      layernorm, classifier
+    ViT         encoder.layer,  embeddings                      layernorm, classifier
+                or layers
 
 Llama is transformers' LlamaForCausalLM, GPT-2 its GPT2LMHeadModel, ViT its ViTForImageClassification (all but the
 classifier below ``vit``). A stage runs the model's own forward, ViT's as it stands here; what other stages hold passes
@@ -17,8 +18,10 @@ transformers is not imported here: classes are known by module and name.
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,14 +57,24 @@ def family_of(model: nn.Module) -> Family:
     Raises:
         Refused: It is of none that is known.
     """
-    for kind in map(_name, type(model).__mro__):
-        if kind in _KNOWN:
-            return _KNOWN[kind]
+    for kind in type(model).__mro__:
+        if _name(kind) in _KNOWN:
+            return _of_this_release(_KNOWN[_name(kind)], kind, model)
     raise Refused(
         f"pipeline: a {type(model).__qualname__} cannot be cut into stages by itself: known are litgpt.GPT, and of"
         " transformers LlamaForCausalLM, GPT2LMHeadModel and ViTForImageClassification; of any other model make each"
         " stage's module by hand, and give it to axo.pipeline.Stage"
     )
+
+
+def _of_this_release(family: Family, kind: type, model: Any) -> Family:
+    """``family`` as the installed transformers has it: 5 renames ViT's blocks, later ones let GPT-2's give a tensor."""
+    if family.finish is _vit and hasattr(model.vit, "layers"):
+        return replace(family, blocks="vit.layers")
+    block = getattr(sys.modules[kind.__module__], "GPT2Block", None)
+    if block is not None and inspect.signature(block.forward).return_annotation in (torch.Tensor, "torch.Tensor"):
+        return replace(family, block_gives="input")
+    return family
 
 
 def _name(kind: type) -> str:
@@ -144,7 +157,7 @@ class _Images:
         """Images (rows, colors, height, width), or the residual stream (rows, patches + 1, features) -> that, or logits
         (rows, labels)."""
         hidden = self.vit.embeddings(first)
-        for layer in self.vit.encoder.layer:
+        for layer in self.vit.layers if hasattr(self.vit, "layers") else self.vit.encoder.layer:
             given = layer(hidden)
             hidden = given[0] if isinstance(given, tuple) else given
         hidden = self.vit.layernorm(hidden)

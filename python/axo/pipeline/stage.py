@@ -22,6 +22,7 @@ Not here: cutting a model (``axo.pipeline.cut``), schedules by name (``axo.pipel
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -127,6 +128,9 @@ class Stage(PipelineStage):
             for info in infos:
                 if getattr(info, "buffer", None) is not None:
                     info.buffer = info.buffer[:rows]
+                elif getattr(info, "tensor_meta", None) is not None:  # from torch 2.15 on room is made by it, later
+                    meta = info.tensor_meta
+                    info.tensor_meta = dataclasses.replace(meta, shape=torch.Size((rows, *meta.shape[1:])))
 
     # torch before 2.13 compares every micro-batch with the largest; ``forward_maybe_with_nosync`` knows its rows.
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:

@@ -84,12 +84,7 @@ class Replacer:
             Refused: One of its parameters has hooks: these expect whole gradients.
         """
         old = getattr(parent, child)
-        for name, parameter in old.named_parameters(recurse=False):
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise Refused(
-                    f"parallelize: {new.label()}: its {name} has gradient hooks, and is about to become this rank's"
-                    " shard; register them after parallelize, on the shard"
-                )
+        check_no_hooks(old, new.label())
         if new.placements and not any(parameter.is_meta for parameter in old.parameters(recurse=False)):
             new.to_empty(device=self.comms.device)
             self._take_values(new, old)
@@ -129,6 +124,20 @@ def hooks_of(module: nn.Module) -> dict[str, Any]:
     """The tables of hooks of a module, by attribute; empty where it has none."""
     tables = {name: getattr(module, name) for name in _HOOK_TABLES}
     return {**tables, "_is_full_backward_hook": module._is_full_backward_hook} if any(tables.values()) else {}
+
+
+def check_no_hooks(module: nn.Module, label: str) -> None:
+    """Refuse a layer whose parameters have gradient hooks.
+
+    Raises:
+        Refused: One has.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise Refused(
+                f"parallelize: {label}: its {name} has gradient hooks, and is about to become this rank's shard;"
+                " register them after parallelize, on the shard"
+            )
 
 
 def check_exact(module: nn.Module, kind: type, name: str) -> None:

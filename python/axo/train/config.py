@@ -157,7 +157,7 @@ class TrainConfig:
 
     @property
     def saves(self) -> bool:
-        """Whether the run saves checkpoints, and so also on SIGTERM."""
+        """Whether the run saves checkpoints, and so also on SIGTERM and Ctrl-C."""
         return self.save_every > 0
 
     @property

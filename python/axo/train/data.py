@@ -22,15 +22,19 @@ import json
 import os
 import stat
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from axo.arrangement import AXONN, Arrangement
+from axo.files import open_own
 from axo.grid import Coords, Grid
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 BYTE_VOCABULARY = 256
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
@@ -199,7 +203,7 @@ def tokenizer_vocab_size(tokenizer: Path) -> int:
     return _vocab_size(_load_tokenizer(tokenizer))
 
 
-def _vocab_size(loaded) -> int:
+def _vocab_size(loaded: Tokenizer) -> int:
     return max(loaded.get_vocab().values()) + 1
 
 
@@ -219,14 +223,14 @@ def encode(files: Sequence[Path], tokenizer: Path, cache: Path) -> TokenCorpus:
     key = hashlib.sha256(tokenizer.read_bytes() + json.dumps(stamps).encode()).hexdigest()[:24]
     target = cache / f"tokens-{key}.{dtype}"
     cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / ".lock", "w") as lock:
+    with os.fdopen(open_own(cache / ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file, whatever happens to this process
         if not target.exists():
             _encode_into(target, files, loaded, dtype)
     return TokenCorpus(target, dtype, vocab_size, digest(files))
 
 
-def _encode_into(target: Path, files: Sequence[Path], tokenizer, dtype: str) -> None:
+def _encode_into(target: Path, files: Sequence[Path], tokenizer: Tokenizer, dtype: str) -> None:
     from axo.checkpoint.folder import whole_file
 
     with whole_file(target) as unfinished, open(unfinished, "wb") as out:
@@ -235,14 +239,14 @@ def _encode_into(target: Path, files: Sequence[Path], tokenizer, dtype: str) -> 
             out.write(np.asarray(ids, dtype=np.dtype(dtype).newbyteorder("<")).tobytes())
 
 
-def _pieces(files: Sequence[Path]):
+def _pieces(files: Sequence[Path]) -> Iterator[bytes]:
     for file in files:
         with open(file, "rb") as handle:
             while lines := handle.readlines(_ENCODE_BYTES):
                 yield b"".join(lines)
 
 
-def _load_tokenizer(path: Path):
+def _load_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
         raise ValueError(f"tokenizer: {path} {what}; give a tokenizer.json, or leave it out for bytes")

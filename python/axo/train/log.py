@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from axo import files
 from axo.checkpoint.folder import whole_file
 from axo.perf.flops import narayanan
 from axo.train import models
@@ -26,6 +27,7 @@ from axo.train.config import LOG_NAME, TrainConfig
 from axo.train.loop import Step
 from axo_kernels.device import cpu_model
 
+_MOST = 1 << 30  # bytes of a log
 # Dense bf16 peak in TFLOP/s by a part of the device's name; a more telling part stands before a shorter one.
 _BF16_PEAKS = (
     ("H100 PCIe", 756.0),
@@ -129,13 +131,14 @@ def _lines_before(path: Path, start: int) -> list[str]:
     if start == 0 or not path.is_file():
         return []
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+    for line in files.read_bytes(path, _MOST).decode("utf-8", "replace").splitlines(keepends=True):
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:  # the run was killed while it wrote
+            entry = files.parse_json(line)
+        except ValueError:  # the run was killed while it wrote
             continue
         kind = entry.get("kind") if isinstance(entry, dict) else None
-        if kind == "header" or (kind == "step" and entry.get("step", start) < start):
+        step = entry.get("step") if kind == "step" else None
+        if kind == "header" or (isinstance(step, int | float) and step < start):
             kept.append(line)
     return kept
 

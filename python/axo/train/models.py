@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import yaml
 
-from axo.perf.readers import litgpt_module
+from axo import files
+from axo.perf.readers import litgpt_fields, litgpt_module
 
 if TYPE_CHECKING:
     from litgpt.config import Config
@@ -127,8 +128,8 @@ def _from_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"model: the file {path} {'is no file' if path.exists() else 'does not exist'}")
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))  # YAML holds JSON
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        loaded = files.parse_yaml(files.read_text(path))  # YAML holds JSON
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"model: {path} is neither YAML nor JSON: {error}") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"model: {path} holds no fields; write lines such as 'n_layer: 4' (see litgpt.Config)")
@@ -138,13 +139,10 @@ def _from_file(path: Path) -> dict[str, Any]:
 def _from_name(name: str) -> dict[str, Any]:
     if name == TINY:
         return _TINY
+    fields = litgpt_fields(name)
+    if fields is not None:
+        return fields
     litgpt = litgpt_module("litgpt.config")
-    if name in litgpt.name_to_config:
-        return litgpt.name_to_config[name]
-    for fields in litgpt.configs:
-        hugging_face = fields["hf_config"]
-        if name in (hugging_face.get("name"), f"{hugging_face.get('org')}/{hugging_face.get('name')}"):
-            return fields
     by_lower = {known.lower(): known for known in [TINY, *litgpt.name_to_config]}
     near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), by_lower, n=4, cutoff=0.4)
     hint = f"; the nearest are {', '.join(by_lower[match] for match in near)}" if near else ""
@@ -153,10 +151,12 @@ def _from_name(name: str) -> dict[str, Any]:
 
 def _parse(field: str, value: Any) -> Any:
     try:
-        return yaml.safe_load(value) if isinstance(value, str) else value
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or "it ends too early"
-        raise ValueError(f"model: {field}={value!r} is not YAML: {problem}") from None
+        return files.parse_yaml(value) if isinstance(value, str) else value
+    except (ValueError, yaml.YAMLError) as error:
+        problem = (
+            str(error) if isinstance(error, ValueError) else getattr(error, "problem", None) or "it ends too early"
+        )
+        raise ValueError(f"model: {field}={files.shown(value)} is not YAML: {problem}") from None
 
 
 def _check_fields(model: str, fields: Mapping[str, Any]) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _MUTED, _AXO, _SERIAL = "#6b7785", "#1668a8", "#f0a03c"
 _DASHES = (0, (4, 4))
@@ -58,7 +62,9 @@ def draw(
     figure.savefig(path)
 
 
-def _draw_difference(below, steps: Sequence[int], losses, serial, limit: float | None) -> None:
+def _draw_difference(
+    below: Axes, steps: Sequence[int], losses: Sequence[float], serial: Sequence[float], limit: float | None
+) -> None:
     floor = 1e-9  # where two losses are equal, a logarithm needs something to show
     below.plot(steps, [max(floor, abs(a - b)) for a, b in zip(losses, serial, strict=True)], color=_AXO, linewidth=1.2)
     below.set(yscale="log", ylabel="|loss - serial|")

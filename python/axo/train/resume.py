@@ -28,7 +28,7 @@ _OF_OPTIMIZER = ("betas", "weight_decay")  # its options on the command line, be
 
 
 class Checkpoints:
-    """The checkpoints of one run on this rank; a context in which SIGTERM is noted.
+    """The checkpoints of one run on this rank; a context in which SIGTERM and Ctrl-C are noted.
 
     Args:
         config: The options.
@@ -50,6 +50,7 @@ class Checkpoints:
         # What a step depends on beside the weights: the data, and what the model makes of them.
         self._position = order | {"text": trainer.batches.text, "model": known}
         self._termination = Termination() if config.saves else None
+        self._done = 0
         self.last: Path | None = None
         self.origin: Path | None = None
         self.changed = ""
@@ -57,12 +58,22 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         if self._termination is not None:
             termination = self._termination.__enter__()
+            termination.progress = self._progress
             self._trainer.asked_to_stop = lambda: termination.asked
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self._termination is not None:
             self._termination.__exit__(*error)
+
+    @property
+    def stopped_by(self) -> str:
+        """What asked this rank to end, in words; another rank's is taken to be SIGTERM."""
+        return self._termination.by if self._termination is not None else ""
+
+    def _progress(self) -> tuple[int, Path | None, int]:
+        newest = checkpoint.latest(self._folder, run=self._run.id) or self.origin
+        return self._done, newest, (step_of(newest.name) or 0) if newest is not None else 0
 
     def resume(self) -> tuple[int, list[float]]:
         """Load what ``--resume`` asks for. Returns the next step, and the losses of those before it.
@@ -72,6 +83,7 @@ class Checkpoints:
                 step's place is taken.
         """
         start, losses = self._load()
+        self._done = start
         problem = ""
         if self._config.saves and self._trainer.comms.everyone.rank == 0 and self._folder.is_dir():
             try:
@@ -148,7 +160,9 @@ class Checkpoints:
         """Save if it is time: each ``save_every`` steps, after the last, and when any rank has been asked to end."""
         if not self._config.saves:
             return
-        done = step.index + 1
+        self._done = done = step.index + 1
+        if step.stop and self._termination is not None:
+            self._termination.tell_lost()
         ends = step.stop or done == self._config.steps
         if not ends and done % self._config.save_every:
             return

@@ -39,8 +39,8 @@ TAIL = 10  # steps whose mean loss is a run's result
 class Outcome:
     """What a run gave: losses of each step (nats), seconds of training, and the comparison if there was one.
 
-    ``start`` is the first step of this process; ``checkpoint`` the last one saved; ``stopped`` says that SIGTERM ended
-    the run before its last step.
+    ``start`` is the first step of this process; ``checkpoint`` the last one saved; ``stopped`` names what ended
+    the run before its last step (SIGTERM, Ctrl-C), "": nothing.
     """
 
     losses: list[float]
@@ -53,7 +53,7 @@ class Outcome:
     parity: parity.Parity | None = None
     start: int = 0
     checkpoint: Path | None = None
-    stopped: bool = False
+    stopped: str = ""
 
     @property
     def tail_loss(self) -> float:
@@ -155,13 +155,13 @@ def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches,
         shape = models.shape_of(models.resolve(config.model, config.model_overrides))
         log = TrainLog(config, shape, batches.tokens, comms.world.transport, start)
         display = Display(Console(), f"axo {config.shown}", config.steps)
-    started, stopped = time.perf_counter(), False
+    started, stopped = time.perf_counter(), ""
     with display or nullcontext(), checkpoints:
         for step in trainer.run(start):
             losses.append(step.loss)
             if log and display and (len(losses) % config.log_every == 0 or len(losses) == config.steps):
                 display.show(len(losses), log.step(step))
-            stopped = step.stop and len(losses) < config.steps
+            stopped = checkpoints.stopped_by if step.stop and len(losses) < config.steps else ""
             checkpoints.after(step, losses)
             if stopped:
                 break

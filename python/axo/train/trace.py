@@ -17,14 +17,14 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from axo.checkpoint.ranks import checkpoint_group, share
 from axo.comm.connect import Communicators
 from axo.comm.counting import Awaited, Observed, watch
 from axo.overlap import Events, record
@@ -151,9 +151,8 @@ def gather(mine: list[Span], comms: Communicators) -> list[list[Span]] | None:
     everyone = comms.everyone
     if everyone.size == 1:
         return [mine]
-    theirs: list[Any] = [None] * everyone.size
-    dist.all_gather_object(theirs, mine)
-    return theirs if everyone.rank == 0 else None
+    told = share(checkpoint_group(comms), [astuple(span) for span in mine])
+    return [[Span(*span) for span in spans] for spans in told] if everyone.rank == 0 else None
 
 
 def write(spans: list[list[Span]], path: Path, title: str, stages: int = 1) -> None:

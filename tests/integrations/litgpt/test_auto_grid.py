@@ -12,11 +12,13 @@ BATCH = ["--train.global_batch_size", "8", "--train.micro_batch_size", "4", "--l
 
 
 @pytest.fixture
-def launched(monkeypatch):
-    """What would be launched: (ranks, grid, stages, schedule, cuts, micro-batches)."""
+def launched(monkeypatch, tmp_path):
+    """What would be launched: (ranks, grid, stages, schedule, cuts, micro-batches). The data are there."""
+    (tmp_path / "data/slimpajama/train").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     found = []
 
-    def launch(function, ranks, start, name, options, *_, **__):
+    def launch(function, ranks, name, options, *_, **__):
         found.append((ranks, str(options.grid), options.pipeline, options.schedule, options.cuts, options.microbatches))
 
     monkeypatch.setattr(restarts, "run", launch)

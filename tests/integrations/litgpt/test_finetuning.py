@@ -24,7 +24,7 @@ def base(folder):
 
 
 def losses_on(folder, out, grid, method, options=None, call=(finetune,)):
-    """One list of losses, in the order of one device: data ranks take turns. ``call``: a function, its first values."""
+    """The losses of all data ranks' tokens together. ``call``: a function, its first values."""
     options = options or {}
     stages, arrangement = options.get("pipeline", 1), arrangement_of("test", options.get("algorithm", "axonn"))
     ranks, environment = ranks_of(grid, stages)
@@ -33,20 +33,20 @@ def losses_on(folder, out, grid, method, options=None, call=(finetune,)):
     parsed, lines = Grid.parse(grid), {}
     for rank, losses in enumerate(per_rank):
         first = lines.setdefault(arrangement.row_part(parsed, parsed.coords(rank % (ranks // stages))), losses)
-        assert losses == pytest.approx(first, abs=1e-6), "ranks that read the same, or stages, disagree"
-    return [loss for column in zip(*(lines[part] for part in sorted(lines)), strict=True) for loss in column]
+        assert losses == pytest.approx(first, rel=1e-6), "ranks that read the same, or stages, disagree"
+    return [sum(column) / len(column) for column in zip(*lines.values(), strict=True)]
 
 
 @pytest.fixture(scope="session")
 def stock_full(base):
     losses = run_ranks(finetune, 1, base, "stock-full")[0]
-    assert len(losses) == 40 and losses[-1] < losses[0] - 0.3
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.3
     return losses
 
 
 @pytest.mark.parametrize(("grid", "stages"), [("2x1x2x1", 1), pytest.param("2x1x1x1", 2, marks=pytest.mark.soak)])
 def test_full_finetuning_equals_stock_litgpt(base, stock_full, grid, stages):
-    """40 samples in 20 steps, one at a time: losses to 1e-4. Stages fill such a batch up."""
+    """40 samples of unequal length in 20 steps: losses to 1e-4 with data ranks that have one of two each."""
     mine = losses_on(base, f"full-{stages}", grid, "full", {"pipeline": stages})
     assert mine == pytest.approx(stock_full, abs=1e-4)
 
@@ -59,7 +59,7 @@ def test_finetuning_a_mixture_of_experts_equals_stock_litgpt(base, method):
         write_base(base, "experts", mlp_class_name="LLaMAMoE", n_expert=4, n_expert_per_token=2)
     options = {"base": "experts", **(LORA if method == "lora" else {})}
     stock = run_ranks(finetune, 1, base, f"stock-experts-{method}", None, method, options)[0]
-    assert len(stock) == 40 and stock[-1] < stock[0] - 0.3
+    assert len(stock) == 20 and stock[-1] < stock[0] - 0.3
     mine = losses_on(base, f"experts-{method}", "2x1x2x1", method, options)
     assert mine == pytest.approx(stock, abs=1e-4)
 
@@ -67,7 +67,7 @@ def test_finetuning_a_mixture_of_experts_equals_stock_litgpt(base, method):
 @pytest.fixture(scope="session")
 def stock_lora(base):
     losses = run_ranks(finetune, 1, base, "stock-lora", None, "lora", LORA)[0]
-    assert len(losses) == 40 and losses[-1] < losses[0] - 0.3
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.3
     return losses
 
 
@@ -108,7 +108,7 @@ def test_finetuning_adapters_equals_stock_litgpt(base, method):
         write_base(base, "deep", n_layer=3)
     options = {"lr": 1e-2, "base": "deep"}
     stock = run_ranks(finetune, 1, base, f"stock-{method}", None, method, options)[0]
-    assert len(stock) == 40 and len(set(stock)) > 30
+    assert len(stock) == 20 and len(set(stock)) > 15
     assert losses_on(base, method, "2x1x2x1", method, options) == pytest.approx(stock, abs=1e-4)
     saved = (
         torch.load(base / out / "final" / f"lit_model.pth.{method}")["model"] for out in (f"stock-{method}", method)

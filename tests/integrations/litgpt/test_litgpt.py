@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import dataclasses
-import inspect
 import json
 import re
 import subprocess
@@ -11,12 +10,13 @@ import sys
 
 import pytest
 import torch
-from jsonargparse import CLI, Namespace, capture_parser
+from jsonargparse import Namespace
 
 from axo.grid import AXES, Grid
-from axo.integrations.litgpt import early
-from axo.integrations.litgpt.command import PARALLEL, _is_litgpts_alone
+from axo.integrations.litgpt import parsing
+from axo.integrations.litgpt.command import PARALLEL
 from axo.integrations.litgpt.command import run as run_command
+from axo.integrations.litgpt.options import Options
 from tests.integrations.support import LLAMA, distance, tell
 from tests.integrations.trainer import STEPS, masked_loss, run
 from tests.launcher import run_ranks
@@ -133,26 +133,30 @@ def test_goldfish_masks_training_and_not_validation():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["pretrain", "--goldfish"], "wants K,H"),
-        (["pretrain", "--goldfish", "1,13"], "K of at least 2"),
-        (["pretrain", "--goldfish=x"], "K,H"),
-        (["generate", "--goldfish", "2,13"], "not for generate"),
-        (["chat", "--goldfish", "2,13"], "not for chat"),
-        (["generate", "--sharded"], "--sharded is for training .pretrain, finetune_full.*, not for generate"),
-        (["generate", "--max-restarts", "2"], "--max-restarts is for training"),
-        (["finetune_lora", "--max-restarts", "2"], "--max-restarts is not for finetune_lora: it cannot resume"),
-        (["finetune", "--sharded"], "--sharded is not for finetune: it saves adapters"),
-        (["finetune_lora", "--grid", "auto"], "--grid auto is not for finetune_lora"),
-        (["pretrain", "--max-restarts", "-1"], "--max-restarts -1 is not a whole number of at least 0"),
-        (["pretrain", "--ranks", "4"], "--ranks is for --grid auto"),
-        (["pretrain", "--pipeline", "0"], "--pipeline 0 is not a whole number of at least 1"),
-        (["pretrain", "--schedule", "zbv"], "--schedule zbv is of pipeline stages; add --pipeline N"),
-        (["pretrain", "--cuts", "3"], "--cuts 3 is of pipeline stages; add --pipeline N"),
+        (["pretrain", "x", "--goldfish"], "--goldfish expected one argument"),
+        (["pretrain", "pythia-14m", "--goldfish", "1,13"], "K of at least 2"),
+        (["pretrain", "pythia-14m", "--goldfish=x"], "K,H"),
+        (["generate", ".", "--goldfish", "2,13"], "not for generate"),
+        (["chat", ".", "--goldfish", "2,13"], "not for chat"),
+        (["generate", ".", "--sharded"], "--sharded is for training .pretrain, finetune_full.*, not for generate"),
+        (["generate", ".", "--max-restarts", "2"], "--max-restarts is for training"),
+        (["finetune_lora", ".", "--max-restarts", "2"], "--max-restarts is not for finetune_lora: it cannot resume"),
+        (["finetune", ".", "--sharded"], "--sharded is not for finetune: it saves adapters"),
+        (["finetune_lora", ".", "--grid", "auto"], "--grid auto is not for finetune_lora"),
+        (["pretrain", "pythia-14m", "--host", "0.0.0.0"], "--host is for serve, not for pretrain; leave it out"),
+        (["pretrain", "pythia-14m", "--max-restarts", "-1"], "--max-restarts -1 is not a whole number of at least 0"),
+        (["pretrain", "pythia-14m", "--ranks", "4"], "--ranks is for --grid auto"),
+        (["pretrain", "pythia-14m", "--pipeline", "0"], "--pipeline 0 is not a whole number of at least 1"),
+        (["pretrain", "pythia-14m", "--schedule", "zbv"], "--schedule zbv is of pipeline stages; add --pipeline N"),
+        (["pretrain", "pythia-14m", "--cuts", "3"], "--cuts 3 is of pipeline stages; add --pipeline N"),
         (["pretrain", "pythia-14m", "--pipeline", "2", "--cuts", "most"], "cuts='most' is not even, planner, or numb"),
         (["pretrain", "pythia-14m", "--pipeline", "2", "--cuts", "6"], "leave a stage without layers, or go beyond"),
-        (["merge_lora", "--pipeline", "2"], "merge_lora runs on one rank only, not on grid 1x1x1x1 in 2 stages"),
         (
-            ["chat", "--pipeline", "2"],
+            ["merge_lora", "--pipeline", "2"],
+            "merge_lora runs on one rank only, so it takes no --pipeline; on a grid run pretrain",
+        ),
+        (
+            ["chat", ".", "--pipeline", "2"],
             "--pipeline is not for chat; in stages run pretrain, finetune_full, finetune_lora",
         ),
         (["pretrain", "pythia-14m", "--pipeline", "2", "--schedule", "2f2b"], "schedule='2f2b' is not known; use one"),
@@ -162,19 +166,21 @@ def test_goldfish_masks_training_and_not_validation():
             ["pretrain", "pythia-14m", "--pipeline", "6", "--train.micro_batch_size", "4"],
             "micro_batch_size=4 are fewer rows than the 6 stages",
         ),
-        (["pretrain", "--offload-dir", "/scratch"], "--offload-dir /scratch without --offload"),
+        (["pretrain", "pythia-14m", "--offload-dir", "/scratch"], "--offload-dir /scratch without --offload"),
         (["pretrain", "pythia-14m", "--offload", "everything"], "'everything' is not known; use none, or a list"),
         (["pretrain", "pythia-14m", "--offload", "optimizer"], "on CPU ranks wants --offload-dir DIR"),
-        (["generate", "--offload", "optimizer"], "--offload is for training"),
+        (["generate", ".", "--offload", "optimizer"], "--offload is for training"),
         (["pretrain", "pythia-14m", "--offload", "parameters", "--pipeline", "2"], "--offload parameters with --pipel"),
-        (["pretrain", "--algorithm", "summa", "--grid", "2x1x1x1"], "'summa' cannot use grid 2x1x1x1; it needs x = y"),
-        (["pretrain", "--algorithm", "summa", "--grid", "auto"], "--algorithm summa name a grid"),
         (
-            ["architectures", "--grid", "auto"],
-            "architectures takes --grid XxYxZxDATA and nothing else, not --grid auto",
+            ["pretrain", "pythia-14m", "--algorithm", "summa", "--grid", "2x1x1x1"],
+            "'summa' cannot use grid 2x1x1x1; it needs x = y",
         ),
-        (["architectures", "pythia-14m"], "nothing else, not pythia-14m"),
-        (["validate", "--grid", "2x1x1x1"], "validate runs on one rank only, not on grid 2x1x1x1; on a grid run pretr"),
+        (["pretrain", "pythia-14m", "--algorithm", "summa", "--grid", "auto"], "--algorithm summa name a grid"),
+        (["architectures"], "there is no command 'architectures'; use one of chat, "),
+        (
+            ["validate", "--grid", "2x1x1x1"],
+            "validate runs on one rank only, so it takes no --grid; on a grid",
+        ),
         (
             ["serve", "--grid", "2x1x1x1"],
             r"serve wants no_such_package, which .* install 'axo\[serve",
@@ -217,25 +223,6 @@ def test_options_that_are_wrong(arguments, words, monkeypatch):
         run_command(arguments)
 
 
-def test_nothing_of_litgpt_is_imported_before_early_imports_it(monkeypatch):
-    """``early.load`` leaves transformers out, seconds that nobody uses; who imports LitGPT first brings it in."""
-    from axo.integrations.litgpt import command
-    from axo.integrations.litgpt.options import Options
-
-    class Loaded(Exception):
-        pass
-
-    def load(self):
-        assert "litgpt.utils" not in sys.modules
-        raise Loaded
-
-    for name in [name for name in sys.modules if name.split(".")[0] == "litgpt"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(command.Command, "load", load)
-    with pytest.raises(Loaded):
-        command._parse("pretrain", ["pythia-14m"], Options(Grid()), None)
-
-
 def test_serving_on_another_accelerator_is_refused(monkeypatch):
     from axo.integrations.litgpt.checks import _check_on_one_device
 
@@ -255,7 +242,7 @@ def test_what_runs_on_one_device_is_litgpts_alone_without_a_grid(arguments, monk
     from axo.integrations.litgpt import command
 
     given = []
-    monkeypatch.setattr(command, "_stock", given.append)
+    monkeypatch.setattr(command, "_run_litgpt", lambda name, rest: given.append([name, *rest]))
     command.run(arguments)
     assert given == [arguments]
 
@@ -311,7 +298,7 @@ def test_a_folder_of_text_is_read_without_what_is_none(tmp_path):
         _text_files([str(tmp_path / "sub")])
 
 
-EARLY = {
+REFUSED = {
     "pretrain pythia-15m --grid 2x1x1x1": "there is no model 'pythia-15m'",
     "pretrain pythia-14m --grid 2x1x1x1 --devices=2": "--devices is what the grid says",
     "validate folder --grid 2x1x1x1": "validate runs on one rank only",
@@ -349,21 +336,25 @@ EARLY = {
     "generate . --top_p x": "--top_p x is not a number",
     "pretrain pythia-14m --data TinyLlamas": "--data TinyLlamas is no data module of LitGPT's; did you mean TinyLlama?",
     "pretrain pythia-14m --out_dir run.yaml/x --logger_name csv": "--out_dir=run.yaml/x cannot be written: ",
+    "pretrain pythia-14m --grid 2x1x1x1 --logger_name csv": "pretrain without --data reads TinyLlama's data, and"
+    " data/slimpajama/train is not a folder; to train on text files of your own add --data LocalText --data.paths",
+    "pretrain pythia-14m --logger_name csv --data TinyLlama --data.data_path torn": "pretrain reads TinyLlama's data,"
+    " and torn/slimpajama/train is not",
     "pretrain pythia-14m --data TextFiles --data.train_data_pat .": "train_data_pat is no option of TextFiles; did you"
     " mean train_data_path?",
     "pretrain pythia-14m --data TextFiles --data.seed 3": "--data.train_data_path is missing; TextFiles wants it",
     "finetune_lora . --data litgpt.data.Alpaca2k --data.no 3": "use one of mask_prompt, val_split_fraction, prompt",
-    "finetune_lora . --data JSON": "--data.json_path is missing; name a .json or .jsonl file, or a folder with",
-    "finetune_lora . --data JSON --data.json_path no.json": "--data.json_path no.json does not exist; name a",
-    "finetune_lora . --data JSON --data.json_path torn": "torn is a folder without train.json; name a file, or add it",
-    "finetune_lora . --data JSON --data.json_path run.yaml": "run.yaml is neither a .json nor a .jsonl file",
-    "finetune_lora . --data JSON --data.json_path torn.json": "torn.json is not JSON: Expecting",
-    "finetune_lora . --data JSON --data.json_path empty.json": "empty.json holds no records; it must be a list of",
-    "finetune_lora . --data JSON --data.json_path one.json": "one.json holds a dict, not a list; it must be a list of",
-    "finetune_lora . --data JSON --data.json_path number.json": "number.json: record 1 is '3', not an instruction with",
-    "finetune_lora . --data JSON --data.json_path key.json": "key.json: record 0 has no 'output', but instruction",
-    "finetune_lora . --data JSON --data.json_path null.json": "null.json: record 0: instruction is 'None', which is no",
-    "finetune_lora . --data litgpt.data.JSON --data.json_path lines.jsonl": "lines.jsonl: record 1 has no",
+    "finetune_lora . --data JSON": "--data.json_path is missing; JSON wants it",
+    "finetune_lora . --data JSON --data.json_path no.json": "finetune_lora: The `json_path` must be a file",
+    "finetune_lora . --data JSON --data.json_path torn": "--data.json_path torn: The `json_path` must be",
+    "finetune_lora . --data JSON --data.json_path run.yaml": "--data.json_path run.yaml: Unsupported file format",
+    "finetune_lora . --data JSON --data.json_path torn.json": "--data.json_path torn.json: Expecting property name",
+    "finetune_lora . --data JSON --data.json_path empty.json": "--data.json_path empty.json holds no records",
+    "finetune_lora . --data JSON --data.json_path one.json": "--data.json_path one.json holds no list of records",
+    "finetune_lora . --data JSON --data.json_path number.json": "number.json: '3' is no record such as",
+    "finetune_lora . --data JSON --data.json_path key.json": "key.json: \"{'instruction': ''}\" is no record such as",
+    "finetune_lora . --data JSON --data.json_path null.json": 'is no record such as {"instruction": ...',
+    "finetune_lora . --data litgpt.data.JSON --data.json_path lines.jsonl": "lines.jsonl: \"{'x': 1}\" is no record",
     "convert_from_litgpt sharded out": "sharded holds a sharded checkpoint; make it whole: axo consolidate sharded",
     "convert_pretrained_checkpoint --checkpoint_dir=sharded out": "sharded holds a sharded checkpoint; make it whole",
     "chat run.yaml": "checkpoint_dir run.yaml is not a checkpoint directory",
@@ -386,31 +377,14 @@ def test_what_litgpt_would_download_is_left_to_it(tmp_path, monkeypatch):
         with contextlib.suppress(FileNotFoundError):
             auto_download_checkpoint(folder)
         known = command.PARALLEL["finetune_lora"]
-        options = early.read("finetune_lora", known.module, known.function, [folder])
-        assert options is not None
+        options = parsing.parse("finetune_lora", known.load(), [folder]).litgpt
         with contextlib.nullcontext() if len(asked) > tried else pytest.raises(ValueError, match="not a checkpoint"):
             checks._check_paths(options, 1, False)
     assert asked == ["EleutherAI/pythia-14m", "no-such"]
 
 
-def test_options_of_data_modules_are_those_of_their_classes():
-    import litgpt.data
-
-    from axo.integrations.litgpt.argument_types import _options_of
-
-    modules = [each for each in map(litgpt.data.__dict__.get, litgpt.data.__all__) if dataclasses.is_dataclass(each)]
-    assert len(modules) > 10
-    for each in modules:
-        lacks = {
-            field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            for field in dataclasses.fields(each)
-            if field.init
-        }
-        assert _options_of(each.__name__) == lacks, each
-
-
-def test_wrong_input_is_refused_before_imports(tmp_path):
-    """Those of LitGPT and torch take seconds."""
+def test_wrong_input_is_one_line_before_there_are_ranks(tmp_path):
+    """One process tries all: LitGPT is imported once."""
     (tmp_path / "run.yaml").write_text("model_name: pythia-14m\ntrain: {micro_batch_size: 0}\n")
     for name, text in (("torn", "n_layer: [1"), ("words", "hello")):
         (tmp_path / name).mkdir()
@@ -427,22 +401,21 @@ def test_wrong_input_is_refused_before_imports(tmp_path):
         json.dumps({**good, "output": "a\u2028b"}, ensure_ascii=False) + '\n{"x": 1}\n'
     )
     code = (
-        "import sys, time\nfrom axo.integrations.litgpt.command import run\n"
-        f"for arguments in {list(EARLY)}:\n"
-        "    try:\n        run(arguments.split())\n    except ValueError as error:\n        print(error)\n"
-        "assert not {'torch', 'litgpt', 'lightning', 'transformers'} & set(sys.modules)"
+        "from axo.integrations.litgpt.command import run\n"
+        f"for arguments in {list(REFUSED)}:\n"
+        "    try:\n        run(arguments.split())\n    except ValueError as error:\n        print('told:', error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for told, words in zip(done.stdout.splitlines(), EARLY.values(), strict=True):
-        assert words in told
+    for told, words in zip(done.stdout.split("told: ")[1:], REFUSED.values(), strict=True):
+        assert words in told and told.count("\n") == 1, told
 
 
 def test_a_command_of_one_device_reads_folders_only_and_not_its_output(tmp_path, monkeypatch):
     from axo.integrations.litgpt import command
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "_stock", lambda arguments: ran.append(arguments))
+    monkeypatch.setattr(command, "_run_litgpt", lambda name, rest: ran.append([name, *rest]))
     (tmp_path / "checkpoints" / "old" / "lit_model.pth").mkdir(parents=True)
     (tmp_path / "checkpoints" / "old" / "lit_model.pth" / ".metadata").touch()
     ran: list[list[str]] = []
@@ -454,29 +427,27 @@ def test_a_command_of_one_device_reads_folders_only_and_not_its_output(tmp_path,
         command.run(["evaluate", "old"])
 
 
-def test_forms_of_data_that_the_parser_takes_are_taken(tmp_path, monkeypatch):
-    """Oracle: litgpt's parser makes a JSON module of each of them; what has no such form is left to it."""
-    from axo.integrations.litgpt import checks, command
+def test_a_file_of_a_model_is_taken_and_forms_of_data(tmp_path, monkeypatch):
+    """Oracle: what the file says."""
+    from litgpt.data import JSON
 
     monkeypatch.chdir(tmp_path)
-    for name in ("a.json", "2024_11/train.json", "2024_11/val.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(json.dumps([{"instruction": "say it", "output": "it"}]))
+    (tmp_path / "model.yaml").write_text("n_layer: 2\nn_head: 2\n")
+    (tmp_path / "run.yaml").write_text("grid: 1x1x2x1\nmax_restarts: 3\ntrain: {micro_batch_size: 2}\n")
+    setup = PARALLEL["pretrain"].load()
+    parsed = parsing.parse("pretrain", setup, ["x", "--model_config", "model.yaml", "--config", "run.yaml"])
+    assert (parsed.litgpt.model_config.n_layer, parsed.litgpt.train.micro_batch_size) == (2, 2)
+    assert parsed.own == Options(grid=Grid(1, 1, 2, 1), max_restarts=3)
+    assert "grid" not in parsed.as_yaml() and "micro_batch_size: 2" in parsed.as_yaml()
+    (tmp_path / "a.json").write_text(json.dumps([{"instruction": "say it", "output": "it"}] * 3))
     (tmp_path / "c.yaml").write_text("data: {class_path: litgpt.data.JSON, init_args: {json_path: a.json}}\n")
-    (tmp_path / "torn.yaml").write_text("data: {class_path: JSON, init_args: a.json}\n")
-    known = command.PARALLEL["finetune_lora"]
-    for given, read in (
-        (["--config", "c.yaml", "--data", "JSON"], True),
-        (["--data", "JSON", "--data.json_path", "a.json", "--data", "litgpt.data.JSON"], True),
-        (["--data", "JSON", "--data.init_args", "{json_path: a.json}"], True),
-        (["--data", "JSON", "--data.init_args.json_path", "a.json"], True),
-        (["--data", "JSON", "--data.json_path", "2024_11"], True),
-        (["--config", "torn.yaml"], False),
-        (["--data", "{class_path: JSON, init_args: a}"], False),
+    setup = PARALLEL["finetune_lora"].load()
+    for given in (
+        ["--config", "c.yaml", "--data", "JSON"],
+        ["--data", "JSON", "--data.json_path", "a.json", "--data.val_split_fraction", "0.5"],
+        ["--data", "JSON", "--data.init_args", "{json_path: a.json}"],
     ):
-        options = early.read("finetune_lora", known.module, known.function, ["folder", *given])
-        assert options is not None and isinstance(options.data, Namespace) is read, given
-        checks._check_data(options.data)
+        assert isinstance(parsing.parse("finetune_lora", setup, [".", *given]).values(setup)["data"], JSON), given
 
 
 def test_an_accelerator_that_the_ranks_cannot_use_is_refused(monkeypatch):
@@ -490,7 +461,7 @@ def test_an_accelerator_that_the_ranks_cannot_use_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "LitData", "--data.seed", "x"], 'pretrain: Parser key "data":'),
+        (["--data", "LitData", "--data.seed", "x"], "--data.seed x is not a whole number"),
         (["--optimizer", "Adams"], "--optimizer Adams is not in torch.optim; name one that is, such as AdamW"),
     ],
 )
@@ -500,56 +471,6 @@ def test_what_only_the_parser_or_torch_knows_is_one_message(arguments, message, 
     with pytest.raises(ValueError, match=re.escape(message)):
         run_command(["pretrain", "pythia-14m", "--logger_name", "csv", *arguments])
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("name", sorted(PARALLEL))
-def test_what_is_read_without_litgpt_is_what_its_parser_reads(name, tmp_path):
-    """Oracles: the function's own signature; litgpt's parser, of what checks look at."""
-    command = PARALLEL[name]
-    function = command.load()
-    known = early.defaults(command.module, command.function)
-    for parameter in inspect.signature(function).parameters.values():
-        default = None if parameter.default is parameter.empty else parameter.default
-        assert str(known[parameter.name]) == str(default), parameter
-    arguments = ["folder", *(["--precision", "32-true"] if "precision" in known else [])]
-    arguments += ["--prompt", "so: it: goes ["] if name == "generate" else []
-    if command.trains:
-        file = tmp_path / "run.yaml"
-        file.write_text("train: {micro_batch_size: 3, max_seq_length: 7}\neval: {interval: 2}\nlogger_name: csv\n")
-        arguments += ["--config", str(file), "--train.global_batch_size=6", "--eval.max_iters", "1", "--data", "Alpaca"]
-    read = early.read(name, command.module, command.function, arguments)
-    parsed = capture_parser(lambda: CLI(function)).parse_args(arguments)
-    for key in ("train", "eval", "prompt", "precision", "logger_name", "quantize", "resume", next(iter(known))):
-        assert str(read.get(key)) == str(parsed.get(key)), key
-
-
-@pytest.mark.parametrize(("name", "option"), [("pretrain", "initial_checkpoint_dir"), ("pretrain", "out_dir")])
-def test_null_is_read_as_litgpts_parser_reads_it(name, option):
-    """None for a folder that may be left out, a folder of that name for one that may not."""
-    command = PARALLEL[name]
-    arguments = ["pythia-14m", f"--{option}", "null"]
-    read = early.read(name, command.module, command.function, arguments)
-    parsed = capture_parser(lambda: CLI(command.load())).parse_args(arguments)
-    assert str(read[option]) == str(parsed[option])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "alone"),
-    [
-        ("folder", False),
-        ("folder --quantize bnb.nf4", True),
-        ("folder --quantize null", False),
-        ("folder --config qlora.yaml", True),
-        ("folder --config lora.yaml", False),
-        ("folder --lora_r", False),
-        ("folder --quantize=bnb.nf4 --lora_r", True),
-    ],
-)
-def test_without_a_grid_what_quantizes_is_litgpts_own(arguments, alone, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "qlora.yaml").write_text("quantize: bnb.nf4\nlora_r: 4\n")
-    (tmp_path / "lora.yaml").write_text("quantize:\nlora_r: 4\n")
-    assert _is_litgpts_alone("finetune_lora", arguments.split()) is alone
 
 
 def test_a_folder_of_data_that_is_not_there_is_one_message():

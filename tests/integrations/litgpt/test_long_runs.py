@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from axo.integrations.litgpt.options import parse_options
+from axo.integrations.litgpt import parsing
+from axo.integrations.litgpt.command import PARALLEL
 from tests.integrations.runs import STEPS, arguments, command, finish, losses_of
 from tests.integrations.support import distance, installed, tensorboard_values
 from tests.launcher import rank_outcomes, run_ranks
@@ -40,7 +41,11 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(folder, whole, 
     assert losses_of(folder, out) == pytest.approx(whole[0], abs=1e-4)
     assert sorted(losses_of(folder, out)) == list(range(1, STEPS + 1))
     (asked,) = re.findall("# axo litgpt (.*)\n", (folder / out / "final" / "hyperparameters.yaml").read_text())
-    assert parse_options(asked.split())[0] == parse_options(["--grid", "2x1x2x1", "--max-restarts", "2", *more])[0]
+    assert options_of(asked.split()) == options_of(["--grid", "2x1x2x1", "--max-restarts", "2", *more])
+
+
+def options_of(words):
+    return parsing.parse("pretrain", PARALLEL["pretrain"].load(), ["pythia-14m", *words]).own
 
 
 @pytest.mark.parametrize(
@@ -52,10 +57,10 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(folder, whole, 
 )
 def test_options_can_be_written_as_they_were_typed(given):
     """What stands in hyperparameters.yaml; what one start was allowed does not. Oracle: the parser."""
-    options, rest = parse_options(shlex.split(given))
-    assert parse_options([*shlex.split(given), "--allow-new-data"])[0].by_hand == options.by_hand
-    assert not rest and sorted(shlex.split(options.by_hand)) == sorted(shlex.split(given))
-    assert parse_options(shlex.split(options.by_hand))[0] == options
+    options = options_of(shlex.split(given))
+    assert options_of([*shlex.split(given), "--allow-new-data"]).by_hand == options.by_hand
+    assert sorted(shlex.split(options.by_hand)) == sorted(shlex.split(given))
+    assert options_of(shlex.split(options.by_hand)) == options
 
 
 def test_a_killed_rank_ends_a_run_without_restarts(folder):

@@ -22,7 +22,7 @@ ALONE = {"grid": "1x1x1x1", "steps": 4, "save": 2}
 ONCE = ["--train.micro_batch_size", "8"]  # an iteration is a step
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def earlier(folder):
     """The folder of a run that has ended, with checkpoints after 2 and 4 steps."""
     outcome, _ = finish(folder, "earlier", *ONCE, **ALONE)

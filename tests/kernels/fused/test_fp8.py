@@ -86,6 +86,36 @@ def test_what_is_not_finite_shows():
         matmul_fp8(torch.ones(2, 3, 4), torch.ones(5, 4))
 
 
+@pytest.mark.parametrize("dtype, bits", [(E4M3, 3), (E5M2, 2)])
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_numbers_near_the_smallest_of_fp32_stay_numbers(dtype, bits, scaling):
+    """Their scale, a largest magnitude over 448 or 57,344, would be 0. Oracle: the numbers themselves."""
+    for largest in (1e-33, 1e-38, 1e-41, torch.finfo(torch.float32).smallest_normal, 2.0**-149):
+        x = torch.tensor([[largest, 0.0], [-largest, largest / 2]])
+        found = rounded(x, dtype, scaling)
+        scale = found.scale.double()
+        off = (found.data.double() * scale - x.double()).abs()
+        smallest = scale * torch.finfo(dtype).smallest_normal  # below it, steps are equal
+        assert (off <= 1.001 * 2.0 ** -(bits + 1) * torch.maximum(x.double().abs(), smallest)).all(), (largest, off)
+        assert scale.min() > 1e-38
+
+
+def test_one_confident_token_leaves_gradients_finite():
+    """Logits 88 to 106 apart: their softmax has numbers of 1e-39 to 1e-46. Oracle: fp64."""
+    for gap in range(84, 110):
+        a, b = torch.eye(2, 16), torch.randn(16, 4, generator=torch.Generator().manual_seed(gap))
+        for scaling in ("tensor", "row"):
+            x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
+            logits = matmul_fp8(x, y, "NN", scaling=scaling)
+            grad = torch.softmax(torch.tensor([[float(gap), 0, 0, 0]] * 2), -1)
+            grad[:, 0] = 0  # the confident token's own is 1 - 1
+            logits.backward(grad)
+            assert x.grad.isfinite().all() and y.grad.isfinite().all(), (gap, scaling)
+            expected = grad.double() @ b.double().T
+            step = max(0.25 * grad.amax().double(), 2**-16 * torch.finfo(torch.float32).smallest_normal)
+            assert ((x.grad - expected).abs() <= step * b.abs().sum(1)).all(), (gap, scaling)
+
+
 def scaled_mm(left, right, left_scale, right_scale, *, out_dtype, use_fast_accum):
     """Refuses what torch._scaled_mm refuses on CUDA (aten's Blas.cpp, RowwiseScaledMM.cu)."""
     assert left.is_contiguous() and right.T.is_contiguous()

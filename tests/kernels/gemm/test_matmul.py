@@ -213,6 +213,52 @@ def test_neighbours_in_the_order_of_tiles_are_on_one_xcd(interpreter):
     assert Target("gfx942", 38, 65_536).xcds == 1, "a part of an MI300 that is one XCD"
 
 
+def check_refused():
+    """What the kernel would write out of bounds, twice, or while it is read is refused, and nothing is written."""
+    for lead in ((2,), (2, 3)):
+        a, b = operands("NN", 40, 48, 64, torch.float32, lead=lead)
+        out = torch.full((*lead, 40, 48), 7.0)
+        for config in (replace(POINTERS, split_k=2), replace(DESCRIPTORS, split_k=2)):
+            with pytest.raises(ValueError, match=r"cuts K in 2, of one matrix only|needs 2-D operands"):
+                matmul(a, b, out=out, config=config)
+        assert (out == 7).all()
+        matmul(a, b[(0,) * len(lead)].contiguous(), out=out, config=replace(POINTERS, split_k=2))  # one matrix of rows
+    a, b = operands("NN", 8, 8, 8, torch.float32)
+    room = torch.full((20,), 7.0)
+    for out in (room[:8].expand(8, 8), room[:8].unsqueeze(1).expand(8, 8), room.as_strided((8, 8), (1, 1))):
+        for backend in ("triton", "vendor"):
+            with pytest.raises(ValueError, match="so that elements share memory"):
+                matmul(a, b, out=out, backend=backend)
+    assert (room == 7).all()
+    for name, out in (("a", a), ("b", b), ("a", a.T), ("b", b.view(-1)[:8].view(8, 1))):
+        with pytest.raises(ValueError, match=f"out lies on {name}, which is read"):
+            matmul(a, b[:, : out.shape[1]], out=out)
+    wide = torch.randn(8, 16)
+    expected = wide[:, :8].double() @ b.double()
+    assert error(matmul(wide[:, :8], b, out=wide[:, 8:]), expected) < 1e-6  # beside each other, in one memory
+
+
+def test_what_a_kernel_cannot_write_is_refused(interpreter):
+    interpreter.run(check_refused)
+
+
+def check_negative_views():
+    """Views that negate what lies in memory: read as they are seen, and not written into."""
+    whole = torch.randn(8, 8, 6, dtype=torch.complex64).conj().imag
+    assert whole.is_neg()
+    a, b, gate, bias = whole[..., 0], whole[..., 1], whole[..., 2], whole[0, :, 3]
+    functional = torch.nn.functional
+    expected = functional.silu(a.double() @ b.double() + bias.double()) * gate.double()
+    for config in (POINTERS, replace(POINTERS, split_k=2)):
+        assert error(matmul(a, b, bias=bias, activation="silu_gate", gate=gate, config=config), expected) < 1e-6
+    with pytest.raises(ValueError, match="out is a view that negates"):
+        matmul(a, b, out=gate)
+
+
+def test_views_that_negate(interpreter):
+    interpreter.run(check_negative_views)
+
+
 class Recorder:
     """Stands for a kernel: keeps its grid and its constants."""
 

@@ -6,8 +6,8 @@ nothing depends on equal random state, equal workers or equal file systems, and 
 Ranks that share a batch must keep their random generators equal, because generation samples with them. So the reader
 uses a random state of its own, and reading does not change its generators.
 
-Which samples a data rank reads is its sampler's business; litdata's datasets, which have none and split themselves over
-all ranks of torch, are told of the data ranks instead.
+Which samples a data rank reads is its sampler's business. One that a program has made itself for all ranks is cut anew;
+datasets that split themselves over all ranks of torch, as litdata's do, are told of the data ranks instead.
 
 State: ``{"epoch", "samples"}``, samples of all data ranks, so that a run goes on where it stopped on another grid
 too. A loader that has a state of its own (:class:`ResumableLoader`, litdata's) keeps it; litdata's is of a number of
@@ -17,10 +17,11 @@ data ranks, and another number is refused.
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, RandomSampler
 
 from axo.comm.connect import Communicators
+from axo.errors import Refused
+from axo.integrations.data_ranks import cut_for_data_ranks, numbers_of_data_ranks
 
 
 class Position:
@@ -93,7 +96,8 @@ class ResumableLoader(DataLoader):
         return self._position.batches(self, super().__iter__, self._each())
 
     def _each(self) -> int:
-        return (self.batch_size or 1) * getattr(self.sampler, "num_replicas", 1)
+        ranks = [getattr(each, "num_replicas", 1) for each in (self.sampler, self.batch_sampler)]
+        return (self.batch_size or 1) * max(ranks)
 
     def state_dict(self) -> dict[str, int]:
         return self._position.state_dict(self._each())
@@ -105,16 +109,74 @@ class ResumableLoader(DataLoader):
 def split_in_order(loader: Any, comms: Communicators) -> Any:
     """A loader of this data rank's samples, in the order of ``loader``'s own sampler. Every rank must call it.
 
-    Batch after batch all data ranks together read what one device would read with a batch as large. An iterable dataset
-    is left as it is, as Fabric leaves it.
+    Batch after batch all data ranks together read what one device would read with a batch as large; where their number
+    does not divide the samples, the last batch begins again at the first ones. An iterable dataset is left as it is, as
+    Fabric leaves it.
     """
     if has_iterable_dataset(loader):
         return loader
-    if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
-        seed = torch.randint(1 << 62, (1,), dtype=torch.int64).to(comms.device)  # no order is given: rank 0's
-        loader.sampler.generator = torch.Generator().manual_seed(int(comms.everyone.broadcast(seed, root=0)))
-    mine = DistributedSamplerWrapper(loader.sampler, num_replicas=comms.data_ranks, rank=comms.data_rank, shuffle=False)
+    sampler = _in_one_order(loader.sampler, comms)
+    mine = DistributedSamplerWrapper(sampler, num_replicas=comms.data_ranks, rank=comms.data_rank, shuffle=False)
     return _update_dataloader(loader, mine)
+
+
+def _in_one_order(sampler: Any, comms: Communicators) -> Any:
+    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+        seed = torch.randint(1 << 62, (1,), dtype=torch.int64).to(comms.device)  # no order is given: rank 0's
+        sampler.generator = torch.Generator().manual_seed(int(comms.everyone.broadcast(seed, root=0)))
+    return sampler
+
+
+class EachOnce:
+    """Batch sampler of a data rank: all of them together read each sample once, in as many batches on each of them.
+
+    A batch of all data ranks is cut as evenly as it goes. Where the last one would leave a rank without a sample, the
+    one before gives it some; where batches are of one sample, it takes the rest.
+
+    Args:
+        sampler: Of all samples. One that shuffles gets a generator that all ranks share. Every rank must call it.
+        batch_size: Samples of a batch of one data rank.
+        drop_last: Leave out the samples after the last full batch of all data ranks.
+
+    Raises:
+        axo.Refused: There are fewer samples than data ranks.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, comms: Communicators) -> None:
+        self.sampler, self.batch_size, self.drop_last = _in_one_order(sampler, comms), batch_size, drop_last
+        self.num_replicas, self.rank = comms.data_ranks, comms.data_rank
+        self.sizes()
+
+    def sizes(self) -> list[int]:
+        """Samples of each batch of all data ranks."""
+        ranks, whole = self.num_replicas, self.batch_size * self.num_replicas
+        full, rest = divmod(len(self.sampler), whole)
+        sizes = [whole] * full + ([rest] if rest and not self.drop_last else [])
+        if sizes and sizes[-1] < ranks:
+            if len(sizes) == 1:
+                raise Refused(
+                    f"data: {rest} samples for {ranks} data ranks (z*data), which read each of them once; use a grid"
+                    " with fewer of them"
+                )
+            moved = ranks - sizes[-1] if self.batch_size > 1 else -sizes.pop()
+            sizes[-1] += max(moved, 0)
+            sizes[-2 if moved > 0 else -1] -= moved
+        return sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = iter(self.sampler)
+        for size in self.sizes():
+            yield list(itertools.islice(order, size))[self.rank :: self.num_replicas]
+
+
+def with_batches(loader: Any, batches: Any) -> Any:
+    """``loader`` with another batch sampler, and whatever its class was made with."""
+    other = copy.copy(loader)
+    other.__dict__["batch_sampler"] = batches  # a DataLoader refuses to be changed
+    return other
 
 
 def _split_streams(dataset: Any, ranks: int, mine: int) -> None:
@@ -152,6 +214,8 @@ class SharedLoader:
         self._comms = comms
         self._peers = [axis for axis in ("x", "y") if axis not in comms.arrangement.rows and comms.grid.size(axis) > 1]
         self._reads = comms.arrangement.leads(comms.coords) and comms.stage == 0
+        self._alone = not self._peers and comms.stages == 1
+        cut_for_data_ranks(loader, comms)
         self._random = torch.get_rng_state()
         self._own = None if hasattr(loader, "state_dict") else Position()
         _split_streams(loader.dataset, comms.data_ranks, comms.data_rank)
@@ -182,11 +246,10 @@ class SharedLoader:
         return size * self._comms.data_ranks
 
     def __iter__(self) -> Iterator[Any]:
-        alone = not self._peers and self._comms.stages == 1
         source = self._read() if self._reads else None
         while True:
             outcome = next(source) if source is not None else None
-            kind, value = outcome if alone else self._share(outcome)  # type: ignore[misc]
+            kind, value = outcome if self._alone else self._share(outcome)  # type: ignore[misc]
             if kind == "end":
                 return
             if kind == "error":
@@ -212,11 +275,12 @@ class SharedLoader:
 
     @contextmanager
     def _random_of_its_own(self) -> Iterator[None]:
-        """A block under this loader's own generator state."""
+        """A block under this loader's own generator state, in which ranks are data ranks."""
         outer = torch.get_rng_state()
         torch.set_rng_state(self._random)
         try:
-            yield
+            with nullcontext() if self._alone else numbers_of_data_ranks(self._comms):
+                yield
         finally:
             self._random = torch.get_rng_state()
             torch.set_rng_state(outer)

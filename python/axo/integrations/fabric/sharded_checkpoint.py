@@ -23,7 +23,9 @@ from torch.optim import Optimizer
 
 from axo import checkpoint
 from axo.checkpoint.folder import is_checkpoint, whole_file
-from axo.checkpoint.ranks import checkpoint_group, share
+from axo.checkpoint.ranks import agree, checkpoint_group
+from axo.checkpoint.storage import read_plain
+from axo.checkpoint.writer import check_readable
 from axo.comm.connect import Communicators
 
 MODEL_FILE = "lit_model.pth"
@@ -49,7 +51,13 @@ def save(path: Any, state: dict[str, Any], comms: Communicators) -> None:
     values = {name: value.state_dict() if isinstance(value, _Stateful) else value for name, value in others.items()}
     names = {"module": _name(state, module), "optimizer": _name(state, optimizer)}
     # Rank 0's: of the ranks of a data rank only one reads the data and knows where the run stands.
-    extra = share(checkpoint_group(comms), {"names": names, "values": values})[0]
+    extra, problem = {"names": names, "values": values}, ""
+    if comms.everyone.rank == 0:
+        try:
+            check_readable("extra", extra)
+        except ValueError as error:
+            problem = str(error)
+    extra = agree(checkpoint_group(comms), problem, extra if comms.everyone.rank == 0 and not problem else None)
     checkpoint.save(path.parent, module, optimizer, name=path.name, extra=extra, comms=comms)
 
 
@@ -80,7 +88,9 @@ def load(path: Any, state: dict[str, Any] | nn.Module, strict: bool, comms: Comm
     return values
 
 
-def consolidate(source: str | os.PathLike[str], out: str | os.PathLike[str], *, optimizer: bool = False) -> Path:
+def consolidate(
+    source: str | os.PathLike[str], out: str | os.PathLike[str], *, optimizer: bool = False, trust: bool = False
+) -> Path:
     """Make a checkpoint folder of LitGPT's (a whole ``lit_model.pth``, configuration, tokenizer) of a sharded one.
 
     One process calls it. Host memory holds a tensor at a time, the disk the model twice.
@@ -89,6 +99,7 @@ def consolidate(source: str | os.PathLike[str], out: str | os.PathLike[str], *, 
         source: A folder in which ``lit_model.pth`` is a sharded checkpoint.
         out: Another folder, made if it does not exist.
         optimizer: Write what a run saves, to resume from, not the weights alone.
+        trust: As in ``axo.checkpoint.load``.
 
     Raises:
         ValueError: The two are the same folder, or the source holds no optimizer.
@@ -98,9 +109,9 @@ def consolidate(source: str | os.PathLike[str], out: str | os.PathLike[str], *, 
         raise ValueError(f"consolidate: {out} is {'a file' if out.is_file() else 'the source'}; name another folder")
     out.mkdir(parents=True, exist_ok=True)
     target = out / MODEL_FILE
-    checkpoint.consolidate(source / MODEL_FILE, target, optimizer=optimizer)
+    checkpoint.consolidate(source / MODEL_FILE, target, optimizer=optimizer, trust=trust)
     if optimizer:
-        whole = torch.load(target, map_location="cpu", mmap=True, weights_only=True)
+        whole = read_plain(target)
         extra = whole["extra"]
         names = extra["names"]
         run = {names["module"]: whole["model"], names["optimizer"]: whole["optimizer"]} | extra["values"]

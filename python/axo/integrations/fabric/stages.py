@@ -323,7 +323,7 @@ def _begins(part: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether ``part`` is ``whole``, or all rows of its first tokens."""
     bases = [tensor if tensor._base is None else tensor._base for tensor in (part, whole)]
     shapes = [(tensor.dim(), tensor.shape[0], tensor.shape[-1]) for tensor in (part, whole)]
-    return bases[0] is bases[1] and shapes[0] == shapes[1] and part.storage_offset() == 0
+    return bool(bases[0] is bases[1] and shapes[0] == shapes[1] and part.storage_offset() == 0)
 
 
 def stages_of(model: nn.Module) -> StageRunner | None:

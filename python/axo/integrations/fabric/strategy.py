@@ -49,6 +49,7 @@ from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.throughput import ThroughputMonitor
 from lightning.fabric.utilities.types import _Stateful
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import nn
@@ -59,6 +60,7 @@ from axo.arrangement import arrangement_of
 from axo.comm.connect import Communicators
 from axo.comm.rendezvous import may_be_repeated, store_of_this_start
 from axo.grid import Grid, check_ranks
+from axo.integrations import data_ranks
 from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
 from axo.integrations.fabric.compile import keep_out_of_graphs
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
@@ -67,7 +69,7 @@ from axo.integrations.fabric.recorded_init import RecordedInit
 from axo.integrations.fabric.stages import StagedLogits, StageRunner, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
 from axo.nn.layer import is_parallel
-from axo.overlap.step_check import NOT_ELEMENTWISE
+from axo.overlap.step_check import check_update
 from axo.pipeline import check_microbatches
 
 COUNTS = ("ranks", "data")
@@ -265,6 +267,7 @@ class AxoStrategy(ParallelStrategy):
         _init_dist_connection(environment, "axo", rank, ranks, **options)
         self.comms = axo.connect(self.grid, device=self.root_device, timeout=self._timeout, pipeline=self.pipeline)
         self.comms.arrange(self.arrangement)
+        data_ranks.sync_metrics(self.comms)
         scaler = getattr(self.precision, "scaler", None)
         if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, axo.GradScaler):
             self.precision.scaler = _agreeing(scaler, self.comms)  # type: ignore[attr-defined]
@@ -284,20 +287,20 @@ class AxoStrategy(ParallelStrategy):
             return _sync_ddp(tensor, group, reduce_op)
         op = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
         mean = op in ("mean", "avg")
-        rows = [self.comms.axis(axis) for axis in reversed(self.arrangement.rows)]
-        lines = rows if self.counts == "data" else [self.comms.everyone]
-        result = tensor.reshape(-1).clone()
-        for line in lines:
-            line.all_reduce(result, "sum" if mean else op)
+        how = "sum" if mean else op
+        if self.counts == "data":
+            result = data_ranks.reduce(tensor, self.comms, how)
+        else:
+            result = self.comms.everyone.all_reduce(tensor.reshape(-1).clone(), how)
         tensor.copy_((result / self.world_size if mean else result).view_as(tensor))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        gathered = super().all_gather(tensor, group, sync_grads)
-        if self.counts == "data" and group in (None, torch.distributed.group.WORLD) and self.comms is not None:
-            first = [rank for rank in range(self.grid.world_size) if self.arrangement.leads(self.grid.coords(rank))]
-            gathered = gathered[first]
-        return gathered
+        """``(parts, *tensor.shape)``: one part of each rank, or data rank (see ``counts``)."""
+        if self.counts == "ranks" or group not in (None, torch.distributed.group.WORLD) or self.comms is None:
+            return super().all_gather(tensor, group, sync_grads)
+        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+            return data_ranks.gather(tensor, self.comms)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agree over all ranks, whatever ``counts`` says: peers must decide alike."""
@@ -383,12 +386,7 @@ class AxoStrategy(ParallelStrategy):
         Raises:
             ValueError: The optimizer looks at more than one element of a tensor at a time, and tensors are split.
         """
-        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-        if kinds & NOT_ELEMENTWISE and self.grid.x * self.grid.y * self.grid.z > 1:
-            raise ValueError(
-                f"AxoStrategy: {type(optimizer).__name__} looks at whole tensors, and grid {self.grid} splits them;"
-                " use an optimizer that treats each element by itself (AdamW, SGD, ...), or a grid with data ranks only"
-            )
+        check_update(optimizer, "AxoStrategy")
         if self.offload is not None and self.offload.optimizer:
             optimizer = _offloaded(optimizer, self.offload)
         return super().setup_optimizer(optimizer)
@@ -574,4 +572,21 @@ def register(make: Callable[[], AxoStrategy]) -> None:
     STRATEGY_REGISTRY.register("axo", make, "Four-dimensional parallelism on a grid of ranks", override=True)
 
 
+def count_data_ranks(throughput: Any, comms: Communicators) -> None:
+    """Let a Throughput of Lightning's take a data rank for its device: one with the peak of all its ranks."""
+    throughput.world_size = comms.data_ranks
+    if throughput.available_flops is not None:
+        throughput.available_flops *= comms.everyone.size // comms.data_ranks
+
+
+def _counting(init: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, fabric: Any, **options: Any) -> None:
+        init(self, fabric, **options)
+        if isinstance(fabric.strategy, AxoStrategy):
+            count_data_ranks(self, fabric.strategy.comms)
+
+    return __init__
+
+
+ThroughputMonitor.__init__ = _counting(ThroughputMonitor.__init__)  # type: ignore[method-assign]
 register(AxoStrategy)  # without a grid: its error says what to do

@@ -14,8 +14,6 @@ shape of its parameter (Adafactor's rows and columns) is refused by name.
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from axo.checkpoint.folder import whole_file
-from axo.checkpoint.state import reason
+from axo.checkpoint.storage import read_plain
 from axo.integrations.fabric.stages import StageRunner
 from axo.overlap import optimizer_state as shards_said
 from axo.placement import Placement, placement_of
@@ -212,15 +210,7 @@ def load(path: Any, io: Any, weights_only: bool | None) -> dict[str, Any]:
         return io.load_checkpoint(path, weights_only=weights_only)
     if not Path(path).is_file():
         raise FileNotFoundError(f"checkpoint: {path} does not exist or is not a file")
-    try:
-        return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
-    except (RuntimeError, EOFError, LookupError, pickle.UnpicklingError) as error:
-        why, hint = reason(error), "it is damaged, or no checkpoint; get it again"
-        if isinstance(error, LookupError):  # the pickle reader's, of other files
-            why = "torch.save did not write it"
-        elif why.startswith("it holds a "):  # a class that torch does not load unasked
-            hint = "weights_only=False reads it; use that if you trust who wrote it"
-        raise ValueError(f"checkpoint: {path} cannot be read ({why}): {hint}") from error
+    return read_plain(Path(path), weights_only)
 
 
 def _convert(

@@ -15,10 +15,9 @@ from typing import Any
 import yaml
 
 from axo.grid import Grid
-from axo.integrations.litgpt.early import folder_of
 from axo.integrations.litgpt.options import Options
+from axo.integrations.litgpt.parsing import folder_of
 from axo.launch import Rank
-from axo.perf.readers import litgpt_module
 
 
 def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Options:
@@ -111,7 +110,8 @@ def model_fields(options: Any, why: str) -> dict[str, Any]:
     Raises:
         ValueError: The checkpoint to start from does not say.
     """
-    config = litgpt_module("litgpt.config").Config
+    from litgpt.config import Config as config
+
     if "checkpoint_dir" in options:
         folder = folder_of(options.checkpoint_dir)
         if not (folder / "model_config.yaml").is_file():

@@ -1,12 +1,12 @@
 """Wrong input of ``axo litgpt`` that is found before there are ranks: one message, and nothing has begun.
 
-Everything is checked twice: on what can be read without importing LitGPT (``early``), so that a mistake costs no wait,
-and on what litgpt's parser has read, which alone knows all. So nothing here imports LitGPT, or torch without need.
+What the parser itself understands, it says (``parsing``); here is what must be there, and what must fit to a grid.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,10 @@ from axo.arrangement import arrangement_of
 from axo.checkpoint import folder as folders
 from axo.comm.device_choice import check_device
 from axo.grid import check_ranks
-from axo.integrations.litgpt import records
 from axo.integrations.litgpt.auto_grid import model_fields
-from axo.integrations.litgpt.early import folder_of
 from axo.integrations.litgpt.options import Options
+from axo.integrations.litgpt.parsing import folder_of
 from axo.launch import Rank
-from axo.perf.readers import litgpt_module
 
 # What each logger writes with: one of these packages, and what to install.
 _LOGGERS = {
@@ -45,7 +43,7 @@ def check(
     """Refuse what cannot run.
 
     Args:
-        options: What was made of the arguments, by litgpt's parser or by :func:`axo.integrations.litgpt.early.read`.
+        options: What litgpt's parser made of the arguments.
         asked: Options of Axo's, with a grid.
         rank: Under torchrun: who this process is.
         trains, reads_sharded, quantizes: Of the command.
@@ -76,11 +74,12 @@ def check(
     if trains:
         _check_batch(options.train, asked)
         _check_logger(options)
-        _check_data(options.get("data"))
         _check_optimizer(options.get("optimizer"))
         if rank is None or rank.rank == 0:  # who writes there
             above = os.environ.get("LIGHTNING_ARTIFACTS_DIR", "")  # where litgpt puts a relative one
             folders.check_writable("litgpt: --out_dir", Path(above, str(options.out_dir)))
+        if options.get("model_name", "list") != "list":
+            _check_pretraining_data(options.get("data"))
 
 
 def _check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
@@ -124,11 +123,13 @@ def refuse_sharded(given: Any) -> None:
 
 def _check_model(options: Any) -> None:
     """Refuse a model's name that is not in litgpt's list (litgpt prints the list and ends as if all were well)."""
+    from litgpt.config import Config
+
     name = options.get("model_name")
     if name in (None, "list") or options.get("model_config") is not None:
         return
     try:
-        litgpt_module("litgpt.config").Config.from_name(name)
+        Config.from_name(name)
     except ValueError:
         raise ValueError(
             f"litgpt: there is no model {name!r}; litgpt pretrain list names all, --model_config takes one of your own"
@@ -246,12 +247,47 @@ def _check_offload(asked: Options) -> None:
         raise ValueError("litgpt: --offload on CPU ranks wants --offload-dir DIR, a folder on a disk (not in memory)")
 
 
-def _check_data(data: Any) -> None:
-    """Refuse files of the JSON data module that are not there, or hold no records."""
-    given = data.get("class_path") if isinstance(data, Namespace) else None
-    if given in ("JSON", "litgpt.data.JSON"):
-        path = data.init_args.get("json_path")
-        records.check(None if path is None else Path(str(path)))
+def check_data(data: Any) -> None:
+    """Refuse files of LitGPT's JSON data module that hold no records with text; its ranks would fail on them.
+
+    Args:
+        data: The data module, made.
+
+    Raises:
+        ValueError: It names the file, or the record, and what is wrong.
+    """
+    from litgpt.data import JSON
+
+    if not isinstance(data, JSON):
+        return
+    what = f"litgpt: --data.json_path {data.json_path}"
+    try:
+        records = list(itertools.chain(*data.get_splits()))
+    except (TypeError, LookupError):
+        raise ValueError(f"{what} holds no list of records") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{what}: {' '.join(str(error).split())}") from None
+    for record in records:
+        texts = [record.get(name) for name in ("instruction", "output")] if isinstance(record, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f'{what}: {str(record)[:80]!r} is no record such as {{"instruction": ..., "output": ...}}')
+    if not records:
+        raise ValueError(f"{what} holds no records")
+
+
+def _check_pretraining_data(data: Any) -> None:
+    """Refuse TinyLlama's data, which pretrain reads if it is given none, where they are not."""
+    given = data.get("class_path") if isinstance(data, Namespace) else data
+    if given not in (None, "TinyLlama", "litgpt.data.TinyLlama"):
+        return
+    made_with = data.get("init_args") if isinstance(data, Namespace) else None
+    folder = str((made_with or {}).get("data_path", "data"))
+    if not folder.startswith("s3://") and not Path(folder, "slimpajama", "train").is_dir():
+        without = " without --data" if given is None else ""
+        raise ValueError(
+            f"litgpt: pretrain{without} reads TinyLlama's data, and {folder}/slimpajama/train is not a folder; to train"
+            """ on text files of your own add --data LocalText --data.paths '["FILE.txt"]' --tokenizer_dir DIR"""
+        )
 
 
 def _check_optimizer(name: Any) -> None:

@@ -14,24 +14,26 @@ Ranks are started here, or are torchrun's. Losses that are printed and logged ar
 
 from __future__ import annotations
 
-import argparse
+import atexit
 import contextlib
-import dataclasses
-import functools
+import difflib
 import gc
 import importlib.util
 import inspect
+import itertools
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from axo.grid import Grid
-from axo.integrations.litgpt import conversation, restarts
-from axo.integrations.litgpt.options import AUTO, Options, help_text, parse_options
+from axo.integrations.litgpt import checks, conversation, restarts
+from axo.integrations.litgpt.options import AUTO, NAMES, TRUST, Options
 from axo.launch import Rank, Termination, set_threads
+
+if TYPE_CHECKING:
+    from axo.integrations.litgpt.parsing import Parsed
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,9 @@ class Command:
     wants: tuple[str, str] | None = None
 
     def load(self) -> Callable[..., Any]:
-        from axo.integrations.litgpt import early
+        from axo.integrations.litgpt import parsing
 
-        return early.load(self.module, self.function)
+        return parsing.load(self.module, self.function)
 
 
 _ON_ONE_DEVICE = Command("", "main", False, reads_sharded=False, stages=False)
@@ -77,22 +79,18 @@ PARALLEL = {
         "litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False, reads_sharded=False, quantizes=True
     ),
     "generate": Command("litgpt.generate.base", "main", False, quantizes=True),
-    "generate_full": dataclasses.replace(_ON_ONE_DEVICE, module="litgpt.generate.full", launches=True),
+    "generate_full": replace(_ON_ONE_DEVICE, module="litgpt.generate.full", launches=True),
     "chat": Command("litgpt.chat.base", "main", False, stages=False, quantizes=True),
-    "serve": dataclasses.replace(
-        _ON_ONE_DEVICE, module="litgpt.deploy.serve", function="run_server", wants=("litserve", "serve")
-    ),
-    "evaluate": dataclasses.replace(
+    "serve": replace(_ON_ONE_DEVICE, module="litgpt.deploy.serve", function="run_server", wants=("litserve", "serve")),
+    "evaluate": replace(
         _ON_ONE_DEVICE, module="litgpt.eval.evaluate", function="convert_and_evaluate", wants=("lm_eval", "evaluate")
     ),
 }
 for _kind in ("adapter", "adapter_v2"):
     _module = f"litgpt.finetune.{_kind}"
-    PARALLEL[f"finetune_{_kind}"] = dataclasses.replace(
-        PARALLEL["finetune_lora"], module=_module, stages=False, quantizes=False
-    )
+    PARALLEL[f"finetune_{_kind}"] = replace(PARALLEL["finetune_lora"], module=_module, stages=False, quantizes=False)
     _module = f"litgpt.generate.{_kind}"
-    PARALLEL[f"generate_{_kind}"] = dataclasses.replace(_ON_ONE_DEVICE, module=_module, launches=True)
+    PARALLEL[f"generate_{_kind}"] = replace(_ON_ONE_DEVICE, module=_module, launches=True)
 PARALLEL["finetune"] = PARALLEL["finetune_lora"]  # litgpt's other name for it
 _HELP = {"-h", "--help"}
 # Imported once, before local ranks are forked, instead of by each of them.
@@ -106,6 +104,7 @@ _USED_BY_RANKS = (
     "axo.plans.litgpt.plan",
 )
 _TRAINERS = [name for name, command in PARALLEL.items() if command.trains]
+_FOR_TRAINING = {"--goldfish", "--sharded", "--vocab-loss", "--max-restarts", "--allow-new-data", "--offload"}
 
 
 def run(arguments: list[str]) -> None:
@@ -117,140 +116,98 @@ def run(arguments: list[str]) -> None:
     """
     if importlib.util.find_spec("litgpt") is None:
         raise ValueError("litgpt: LitGPT is not installed; pip install 'axo[litgpt]'")
-    options, arguments = parse_options(arguments)
-    name = arguments[0] if arguments else "--help"
-    if (name in PARALLEL or name in _HELP) and (not arguments or _HELP & set(arguments)):
-        print(help_text())
-    _check_options(name, options)
-    if name == "architectures":
-        _tell_architectures(arguments[1:], options)
+    name, *arguments = arguments or ["--help"]
+    if name not in PARALLEL:
+        _run_on_one_rank(name, arguments)
         return
-    if name not in PARALLEL or (options == Options(Grid()) and _is_litgpts_alone(name, arguments[1:])):
-        _refuse_sharded(arguments[1:])
-        _stock(arguments)
+    command = PARALLEL[name]
+    own = _given(arguments) & set(NAMES) - {TRUST}
+    if command.wants is not None and not own and not _HELP & set(arguments):
+        _stock(name, arguments)
         return
+    _refuse_before_import(name, command, arguments)
     _tell_rank_of_slurm()
     rank = Rank.from_environment()
-    options = _check_early(name, arguments[1:], options, rank)
-    launch = restarts.Launch(rank if PARALLEL[name].trains else None)
-    with contextlib.ExitStack() as held:
+    launch = restarts.Launch(rank if command.trains else None)
+    with contextlib.ExitStack() as stack:
         with _nothing_collected():
-            # Parsed once, before there are ranks: it takes seconds, and wrong input costs one message.
-            options, start = _parse(name, arguments[1:], options, rank, launch, held)
+            # Once, before there are ranks: it takes seconds, and wrong input costs one message.
+            parsed = _parse(name, command, arguments)
+            if not own and replace(parsed.own, trust=False) == Options() and parsed.litgpt.get("quantize") is not None:
+                _stock(name, arguments)
+                return
+            job = _prepare(name, command, parsed, rank)
             for module in _USED_BY_RANKS:
                 importlib.import_module(module)
+        if command.trains and (rank is None or rank.rank == 0) and job.parsed.litgpt.get("model_name") != "list":
+            job.take_folder(stack, again=launch.again)
+            launch.begin()
+        options = job.parsed.own
+        what = name, options, job.start, job.parsed.as_yaml()
         if rank is not None:
-            _rank(start, name, options, False, int(launch.again))
+            _rank(*what, False, int(launch.again))
             return
         if name == "chat":
             conversation.keep_input()
         restarts.run(
             _rank,
             options.ranks_in_all,
-            start,
-            name,
-            options,
+            *what,
             True,
             max_restarts=options.max_restarts,
-            terminate=PARALLEL[name].trains,
+            terminate=command.trains,
         )
 
 
-def _refuse_sharded(arguments: list[str]) -> None:
-    """Refuse sharded checkpoints among the folders that a command of litgpt's alone is given to read."""
-    from axo.integrations.litgpt import checks, early
+def _given(arguments: list[str]) -> set[str]:
+    return {argument.partition("=")[0] for argument in arguments}
 
-    for name, value in early.each_given(arguments, ""):
-        if value is None or name in ("out_dir", "output_dir"):
-            continue
-        if os.path.isdir(value) or os.path.isdir(os.path.join("checkpoints", value)):
-            checks.refuse_sharded(value)
+
+def _run_on_one_rank(name: str, arguments: list[str]) -> None:
+    """A command that Axo has no part in: litgpt's own, in this process."""
+    import litgpt.parser_config
+
+    commands = {*litgpt.parser_config.parser_commands(), *PARALLEL}
+    if not name.startswith("-") and name not in commands:
+        near = difflib.get_close_matches(name, commands, 1)
+        meant = f"did you mean {near[0]}?" if near else f"use one of {', '.join(sorted(commands))}"
+        raise ValueError(f"litgpt: there is no command {name!r}; {meant}")
+    for option in sorted(_given(arguments) & set(NAMES) - {TRUST}):
+        raise ValueError(
+            f"litgpt: {name} runs on one rank only, so it takes no {option}; on a grid run {', '.join(PARALLEL)}"
+        )
+    _stock(name, arguments)
+
+
+def _refuse_before_import(name: str, command: Command, arguments: list[str]) -> None:
+    """Refuse what the words alone show: LitGPT's import takes seconds."""
+    if command.wants is not None and importlib.util.find_spec(command.wants[0]) is None:
+        package, extra = command.wants
+        raise ValueError(f"litgpt: {name} wants {package}, which is not installed; pip install 'axo[{extra}]'")
+    for option in sorted(_given(arguments) & {"--devices", "--num_nodes"}):
+        raise ValueError(f"litgpt: {option} is what the grid says; leave it out")
 
 
 def _check_options(name: str, options: Options) -> None:
     """Refuse options of Axo's that the command has no use for."""
-    command = PARALLEL.get(name)
-    if command is None and name != "architectures" and not name.startswith("-"):
-        from axo.integrations.litgpt import early
-
-        early.check_command(name)
-        if options.grid is None or options.ranks_in_all > 1:
-            raise ValueError(
-                f"litgpt: {name} runs on one rank only, not on grid {options.shown}; on a grid run"
-                f" {', '.join(PARALLEL)}"
-            )
-    if command is not None and not command.stages and options.pipeline > 1:
-        able = ", ".join(other for other, known in PARALLEL.items() if known.stages)
+    command = PARALLEL[name]
+    if not command.stages and options.pipeline > 1:
+        able = ", ".join(other for other, each in PARALLEL.items() if each.stages)
         raise ValueError(f"litgpt: --pipeline is not for {name}; in stages run {able}")
-    given = {
-        "--goldfish": options.goldfish is not None,
-        "--sharded": options.sharded,
-        "--vocab-loss": options.vocab_loss,
-        "--max-restarts": options.max_restarts > 0,
-        "--allow-new-data": options.allow_new_data,
-        "--offload": options.offload != "none",
-        "--grid auto": options.grid is None,
-    }
+    if "--host" in options.given and name != "serve":
+        raise ValueError(f"litgpt: --host is for serve, not for {name}; leave it out")
     lacks = {
         "--max-restarts": "it cannot resume, so a run started again would begin anew",
         "--allow-new-data": "it cannot resume",
         "--sharded": "it saves adapters, which are small and always whole",
-        "--grid auto": "the planner plans steps that train all weights",
+        f"--grid {AUTO}": "the planner plans steps that train all weights",
     }
-    for option in (option for option, is_given in given.items() if is_given):
-        if option != "--grid auto" and (command is None or not command.trains):
+    given = [f"--grid {AUTO}" if option == "--grid" and options.grid is None else option for option in options.given]
+    for option in given:
+        if option in _FOR_TRAINING and not command.trains:
             raise ValueError(f"litgpt: {option} is for training ({', '.join(_TRAINERS)}), not for {name}; leave it out")
-        if command is not None and not command.resumes and option in lacks:
+        if option in lacks and not command.resumes:
             raise ValueError(f"litgpt: {option} is not for {name}: {lacks[option]}; use finetune_full, or leave it out")
-
-
-def _check_early(name: str, arguments: list[str], asked: Options, rank: Rank | None) -> Options:
-    """Refuse what can be seen without LitGPT, whose import takes seconds.
-
-    Returns:
-        What was asked, with a grid, unless it is to be chosen and only LitGPT's parser understands the arguments.
-
-    Raises:
-        ValueError: An argument is the grid's business or not LitGPT's, names what is not there, or does not fit.
-    """
-    from axo.integrations.litgpt import auto_grid, early
-
-    wants = PARALLEL[name].wants
-    if wants is not None and importlib.util.find_spec(wants[0]) is None:
-        raise ValueError(f"litgpt: {name} wants {wants[0]}, which is not installed; pip install 'axo[{wants[1]}]'")
-    given = {argument.split("=")[0] for argument in arguments}
-    for option in ("--devices", "--num_nodes"):
-        if option in given:
-            raise ValueError(f"litgpt: {option} is what the grid says ({asked.grid or AUTO}); leave it out")
-    command = PARALLEL[name]
-    options = early.read(name, command.module, command.function, arguments)
-    if options is None:
-        return asked
-    if asked.grid is None:
-        asked = auto_grid.choose(name, options, asked, rank)
-    _check(name, options, asked, rank)
-    return asked
-
-
-def _check(name: str, options: Any, asked: Options, rank: Rank | None) -> None:
-    from axo.integrations.litgpt import checks, early
-
-    command = PARALLEL[name]
-    usual = early.defaults(command.module, command.function).get("devices")
-    able = {"trains": command.trains, "reads_sharded": command.reads_sharded, "quantizes": command.quantizes}
-    checks.check(options, asked, rank, devices=usual, **able)
-
-
-def _tell_architectures(arguments: list[str], options: Options) -> None:
-    from axo.integrations.litgpt import architectures
-
-    if _HELP & set(arguments):
-        print(architectures.__doc__)
-        return
-    if arguments or options.grid is None:
-        wrong = " ".join(arguments) or "--grid auto"
-        raise ValueError(f"litgpt: architectures takes --grid XxYxZxDATA and nothing else, not {wrong}")
-    print(architectures.report(options.grid))
 
 
 def _tell_rank_of_slurm() -> None:
@@ -266,93 +223,110 @@ def _tell_rank_of_slurm() -> None:
         os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("SLURM_NTASKS_PER_NODE", tasks)
 
 
-def _is_litgpts_alone(name: str, arguments: list[str]) -> bool:
-    """Whether a command that has no grid runs without Axo: one that wants another package, or quantizes layers."""
-    from axo.integrations.litgpt import early
+def _stock(name: str, arguments: list[str]) -> None:
+    """litgpt's own command line in this process; it reads no sharded checkpoint."""
+    for option, value in itertools.pairwise(["", *arguments]):
+        path = value.partition("=")[2] if value.startswith("--") else value
+        written = any(name in option + value for name in ("out_dir", "output_dir"))
+        if not written and (os.path.isdir(path) or os.path.isdir(os.path.join("checkpoints", path))):
+            checks.refuse_sharded(path)
+    importlib.import_module("litgpt.__main__")  # which imports every command; ``protect`` replaces names in them
+    if TRUST not in arguments:
+        protect()
+    _run_litgpt(name, [argument for argument in arguments if argument != TRUST])
 
-    command = PARALLEL[name]
-    if command.wants is not None:
-        return True
-    options = early.read(name, command.module, command.function, arguments)
-    if options is not None:
-        return options.get("quantize") is not None
-    return any(argument.split("=")[0] == "--quantize" for argument in arguments)
+
+def protect() -> None:
+    """Let nothing in a checkpoint's folder run code, in this process and in those that LitServe starts."""
+    from axo.integrations.litgpt import harmless
+
+    harmless.protect()
+    if "litgpt.deploy.serve" in sys.modules:
+        from axo.integrations.litgpt import serving_apis  # wants LitServe
+
+        serving_apis.replace()
 
 
-def _stock(arguments: list[str]) -> None:
-    """litgpt's own command line in this process."""
+def _run_litgpt(name: str, arguments: list[str]) -> None:
     from litgpt.__main__ import main
 
-    sys.argv = ["litgpt", *arguments]
+    sys.argv = ["litgpt", name, *arguments]
     main()
 
 
-def _parse(
-    name: str,
-    arguments: list[str],
-    asked: Options,
-    rank: Rank | None,
-    launch: restarts.Launch | None = None,
-    held: contextlib.ExitStack | None = None,
-) -> tuple[Options, Callable[[bool], Any]]:
-    """Read a command's arguments with litgpt's own parser, which ends the process with its message if they are wrong.
+@dataclass
+class Job:
+    """One command, read and checked: what its ranks run.
+
+    Attributes:
+        name, command: Which.
+        parsed: Its arguments; LitGPT's name the grid's data ranks as devices.
+    """
+
+    name: str
+    command: Command
+    parsed: Parsed
+
+    def take_folder(self, stack: contextlib.ExitStack, *, again: bool) -> None:
+        """Keep the folder of a run that trains for this launch, until ``stack`` ends.
+
+        Raises:
+            ValueError: It is another run's.
+        """
+        from axo.integrations.litgpt import run_folder
+
+        run = run_folder.hold(
+            self.parsed.litgpt,
+            self.parsed.as_yaml,
+            resumes=self.command.resumes,
+            again=again,
+            allow_new_data=self.parsed.own.allow_new_data,
+        )
+        stack.callback(run.close)
+
+    def start(self, again: bool) -> None:
+        """Call litgpt's function; ``again``: it goes on from its newest checkpoint."""
+        function = self.command.load()  # which may be replaced
+        given = self.parsed.values(function)
+        _choose_checkpoint(given, again)
+        function(**given)
+
+
+def _parse(name: str, command: Command, arguments: list[str]) -> Parsed:
+    function = command.load()  # first: what follows would import more of LitGPT than is needed
+    from axo.integrations.litgpt import parsing
+
+    return parsing.parse(name, function, arguments)
+
+
+def _prepare(name: str, command: Command, parsed: Parsed, rank: Rank | None) -> Job:
+    """Check a command's arguments.
 
     Args:
-        name, arguments, asked: The command, what follows it, and Axo's options.
         rank: Under torchrun: who this process is.
-        launch, held: Keeps a training command's folder in ``held``, as this launch's; None: it is not taken.
-
-    Returns:
-        What was asked, with a grid, and the command as a function; true asks it to go on from the newest checkpoint.
 
     Raises:
-        ValueError: An argument is the grid's business or names what is not there, or the grid, the batch sizes and
-            the ranks do not fit, or the folder is another run's.
+        ValueError: One names what is not there, or does not fit to the grid.
     """
-    function = PARALLEL[name].load()  # first, or the next lines import LitGPT, and more than it needs
-    read_docs_once()
+    from axo.integrations.litgpt import auto_grid
 
-    from jsonargparse import capture_parser
-    from litgpt.utils import CLI
-
-    from axo.integrations.litgpt import auto_grid, run_folder
-    from axo.integrations.litgpt import text_data as text_data  # so that --data LocalText is found
-
-    parser = capture_parser(lambda: CLI(function))
-    parser.prog = f"axo litgpt {name}"
-    sys.argv = ["litgpt", name, *arguments]  # litgpt reads it again when it saves its hyperparameters
-    parser.exit_on_error = False  # it would print its usage, forty lines
-    try:
-        options = parser.parse_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ValueError(f"litgpt: {name}: {error}") from None
-    if asked.grid is None:
-        asked = auto_grid.choose(name, options, asked, rank)
-    _check(name, options, asked, rank)
-    if PARALLEL[name].trains:
-        devices = ["--devices", str(asked.data_ranks)]
-        sys.argv += devices
-        options = parser.parse_args([*arguments, *devices])
-        first = rank is None or rank.rank == 0
-        if held is not None and launch is not None and first and options.get("model_name") != "list":
-            run = run_folder.hold(
-                options,
-                functools.partial(parser.dump, options),
-                resumes=PARALLEL[name].resumes,
-                again=launch.again,
-                allow_new_data=asked.allow_new_data,
-            )
-            held.callback(run.close)
-            launch.begin()
-
-    def start(again: bool) -> None:
-        values = parser.instantiate_classes(options)
-        parameters = inspect.signature(function).parameters
-        given = {key: value for key, value in values.items(branches=True) if key in parameters}
-        _choose_checkpoint(given, again)
-        PARALLEL[name].load()(**given)  # the function itself may be replaced
-
-    return asked, start
+    function = command.load()
+    _check_options(name, parsed.own)
+    if parsed.own.grid is None:
+        parsed.own = auto_grid.choose(name, parsed.litgpt, parsed.own, rank)
+    checks.check(
+        parsed.litgpt,
+        parsed.own,
+        rank,
+        devices=inspect.signature(function).parameters["devices"].default if command.trains else None,
+        trains=command.trains,
+        reads_sharded=command.reads_sharded,
+        quantizes=command.quantizes,
+    )
+    if command.trains:
+        parsed.litgpt.devices = parsed.own.data_ranks
+        checks.check_data(parsed.values(function).get("data"))
+    return Job(name, command, parsed)
 
 
 def _choose_checkpoint(given: dict[str, Any], again: bool) -> None:
@@ -369,19 +343,18 @@ def _choose_checkpoint(given: dict[str, Any], again: bool) -> None:
     given["resume"] = found or (asked if not by_itself else False)
 
 
-def read_docs_once() -> None:
-    """Let jsonargparse keep what it reads of the sources of classes that an option may name.
+def _rank(
+    name: str, options: Options, start: Callable[[bool], Any], hyperparameters: str, local: bool, restart: int
+) -> None:
+    """What each rank runs.
 
-    It reads them each time that it makes a parser: here, and for the hyperparameters beside each checkpoint.
+    Args:
+        name, options: The command, and what was asked of Axo.
+        start: Calls LitGPT's function; true: it goes on from its newest checkpoint.
+        hyperparameters: LitGPT's options, as it writes them.
+        local: The ranks were started here, so they share this program's output.
+        restart: How often the ranks were started before.
     """
-    import docstring_parser
-
-    if not hasattr(docstring_parser.parse_from_object, "cache_info"):
-        docstring_parser.parse_from_object = functools.cache(docstring_parser.parse_from_object)
-
-
-def _rank(start: Callable[[bool], Any], name: str, options: Options, local: bool, restart: int) -> None:
-    """What each rank runs."""
     import torch
 
     from axo.integrations.fabric.step_agreement import StepAgreement
@@ -400,7 +373,10 @@ def _rank(start: Callable[[bool], Any], name: str, options: Options, local: bool
     os.environ["LT_STRATEGY"] = "axo"
     torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
     command = PARALLEL[name]
-    this = LitGPTRun(importlib.import_module(command.module), options)
+    module = importlib.import_module(command.module)
+    if not options.trust:
+        protect()
+    this = LitGPTRun(module, options, hyperparameters=hyperparameters)
 
     def make() -> LitGPTStrategy:
         this.strategy = LitGPTStrategy(
@@ -432,7 +408,7 @@ def _rank(start: Callable[[bool], Any], name: str, options: Options, local: bool
         stack.enter_context(patched(this))
         if command.trains:
             termination = stack.enter_context(Termination())
-            this.agreement = StepAgreement(lambda: termination.asked)
+            this.agreement, this.termination = StepAgreement(lambda: termination.asked), termination
         elif not command.launches:
             os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
         try:
@@ -458,6 +434,7 @@ def _nothing_collected() -> Iterator[None]:
     try:
         yield
         gc.freeze()
+        atexit.register(gc.unfreeze)  # else Triton's modules report all of theirs as leaked when the program ends
     finally:
         gc.enable()
 

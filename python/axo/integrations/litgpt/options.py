@@ -1,52 +1,166 @@
-"""The options that ``axo litgpt`` adds to those of LitGPT's commands, taken out before litgpt reads the others."""
+"""The options that ``axo litgpt`` adds to LitGPT's own: fields of one dataclass, which join LitGPT's parser.
+
+So they may stand in a ``--config`` file too. What one option's text must look like is said beside it; what several say
+together, in :meth:`Options.check`. Whether a command has a use for them is the command's to say (``command``).
+"""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
 
 from axo.arrangement import arrangement_of
 from axo.grid import Grid
 
-AUTO = "auto"
+AUTO, TRUST = "auto", "--trust"
+
+
+def _as(metavar: str, text: str, read: Callable[[str], Any] = str) -> dict[str, Any]:
+    """How an option is shown and read, as a field's metadata."""
+    return {"metavar": metavar, "help": text, "read": read}
+
+
+def _grid(text: str) -> Grid | str:
+    return text if text == AUTO else Grid.parse(text)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not str(text).isdecimal() or int(text) < least:
+            raise ValueError(f"{text} is not a whole number of at least {least}")
+        return int(text)
+
+    return count
+
+
+def _goldfish(text: str) -> tuple[int, int]:
+    try:
+        k, h = (int(part) for part in text.split(","))
+    except ValueError:
+        k, h = 0, 0
+    if k < 2 or h < 1:
+        raise ValueError(
+            f"{text}: wanted K,H with K of at least 2 (one of K tokens is left out) and H of at least 1 (the tokens"
+            " before it that decide), such as 2,13"
+        )
+    return k, h
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked of Axo.
+    """What was asked of Axo. ``grid`` is None, and ``pipeline`` 0, where the planner is to choose."""
 
-    Args:
-        grid: Ranks on each axis; None: the planner is to choose.
-        ranks, machine: For the planner; 0, "": not given.
-        sharded: Save sharded checkpoints.
-        vocab_loss: Leave logits split over x in training.
-        max_restarts: How often lost ranks are started again.
-        goldfish: (K, H); None: no goldfish loss.
-        pipeline: Stages, each of them a grid; 0: the planner is to choose.
-        schedule, cuts, microbatches: Of the stages; "" and 0: not given (1f1b, even, and twice the stages).
-        offload, offload_dir: What lies on the lower tier, as text; and its folder.
-        algorithm: How products are distributed: "axonn", "tesseract" or "summa".
-        allow_new_data: Go on from a checkpoint although data, seed or batch are others now.
-    """
+    grid: Grid | None = field(
+        default=Grid(),
+        metadata=_as(
+            "XxYxZxDATA", "Ranks on each axis; 'auto': the planner's choice for the model, stages too.", _grid
+        ),
+    )
+    ranks: int = field(
+        default=0, metadata=_as("N", "With --grid auto and without torchrun: how many ranks to start.", _at_least(1))
+    )
+    machine: str = field(
+        default="",
+        metadata=_as("NAME|FILE", "With --grid auto: a machine that axo plan knows, or a file that axo profile wrote."),
+    )
+    sharded: bool = field(
+        default=False,
+        metadata=_as("", "Every rank saves its own part; 'axo consolidate' makes such a checkpoint whole."),
+    )
+    vocab_loss: bool = field(
+        default=False, metadata=_as("", "Leave logits split over x in training: the same loss, less memory.")
+    )
+    max_restarts: int = field(
+        default=0,
+        metadata=_as(
+            "N", "Start the ranks again, from the newest checkpoint, when one was lost; at most N times.", _at_least(0)
+        ),
+    )
+    goldfish: tuple[int, int] | None = field(
+        default=None,
+        metadata=_as(
+            "K,H", "Leave one of K tokens out of the training loss, chosen by the H tokens before it.", _goldfish
+        ),
+    )
+    pipeline: int = field(
+        default=1, metadata=_as("N", "Cut the model into N stages, each of them a grid.", _at_least(1))
+    )
+    schedule: str = field(
+        default="",
+        metadata=_as(
+            "NAME", "Of the stages: gpipe, 1f1b (default), looped-bfs, interleaved-1f1b, zero-bubble, zbv or dualpipev."
+        ),
+    )
+    cuts: str = field(
+        default="",
+        metadata=_as(
+            "BLOCKS",
+            "First blocks of later stages: even (default), planner (the least flops of the busiest rank), or 3,7.",
+        ),
+    )
+    microbatches: int = field(
+        default=0,
+        metadata=_as(
+            "M", "Parts of a micro-batch of LitGPT's that fill the stages; default: twice the stages.", _at_least(1)
+        ),
+    )
+    offload: str = field(
+        default="none",
+        metadata=_as("WHAT,...", "Onto the lower tier: optimizer, parameters, activations (or activations=BLOCKS)."),
+    )
+    offload_dir: str = field(default="", metadata=_as("DIR", "The folder of the lower tier, for CPU ranks."))
+    algorithm: str = field(
+        default="axonn",
+        metadata=_as("NAME", "How products are distributed: axonn, or on a grid with x = y tesseract or summa."),
+    )
+    trust: bool = field(
+        default=False,
+        metadata=_as(
+            "", "Let files of a checkpoint's folder run code: classes in a pickle, a prompt style, a chat template."
+        ),
+    )
+    host: str = field(
+        default="127.0.0.1",
+        metadata=_as("ADDRESS", "Of serve: where it listens; 127.0.0.1 is this machine alone, 0.0.0.0 all networks."),
+    )
+    allow_new_data: bool = field(
+        default=False, metadata=_as("", "With --resume: go on although data, seed or batch are others now.")
+    )
 
-    grid: Grid | None
-    ranks: int = 0
-    machine: str = ""
-    sharded: bool = False
-    vocab_loss: bool = False
-    max_restarts: int = 0
-    goldfish: tuple[int, int] | None = None
-    pipeline: int = 1
-    schedule: str = ""
-    cuts: str = ""
-    microbatches: int = 0
-    offload: str = "none"
-    offload_dir: str = ""
-    algorithm: str = "axonn"
-    allow_new_data: bool = False
+    def check(self) -> None:
+        """Refuse options that do not go together.
+
+        Raises:
+            ValueError: It says which to leave out, or to add.
+        """
+        automatic = self.grid is None
+        for name in ("ranks", "machine"):
+            if getattr(self, name) and not automatic:
+                raise ValueError(f"litgpt: --{name} is for --grid auto; with a grid of your own leave it out")
+        arrangement = arrangement_of("litgpt", self.algorithm)
+        if automatic and self.algorithm != "axonn":
+            raise ValueError(f"litgpt: --grid auto chooses for axonn; with --algorithm {self.algorithm} name a grid")
+        for name in ("schedule", "cuts", "microbatches"):
+            value = getattr(self, name)
+            planned = self.pipeline == 0 and value in ("even", "planner")  # cuts of any number of stages
+            if value and self.pipeline < 2 and not planned:
+                raise ValueError(f"litgpt: --{name} {value} is of pipeline stages; add --pipeline N, or leave it out")
+        if self.offload_dir and self.offload == "none":
+            raise ValueError(
+                f"litgpt: --offload-dir {self.offload_dir} without --offload; say what goes there, such as --offload"
+                " optimizer"
+            )
+        if self.grid is not None:
+            arrangement.check(self.grid)
+
+    @property
+    def given(self) -> list[str]:
+        """The names of the options that differ from what stands where nothing is said, such as ``--vocab-loss``."""
+        usual = Options(pipeline=0) if self.grid is None else Options()
+        return [name_of(each) for each in fields(self) if getattr(self, each.name) != getattr(usual, each.name)]
 
     @property
     def shown(self) -> str:
@@ -57,13 +171,14 @@ class Options:
     def by_hand(self) -> str:
         """The options that ask for the same, with the grid and the stages that were chosen.
 
-        Without ``--allow-new-data``, which is said for one start: whoever copies the rest keeps the check.
+        Without ``--allow-new-data`` and ``--trust``, which are said for one start: whoever copies the rest keeps the
+        checks.
         """
         words = ["--grid", str(self.grid)]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("grid", "ranks", "machine", "allow_new_data") and value != field.default:
-                words.append("--" + field.name.replace("_", "-"))
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name not in ("grid", "ranks", "machine", "allow_new_data", "trust") and value != each.default:
+                words.append(name_of(each))
                 if value is not True:
                     words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
         return shlex.join(words)
@@ -85,156 +200,50 @@ class Options:
         return arrangement_of("litgpt", self.algorithm).row_parts(self.chosen_grid)
 
 
-def _count(option: str, text: str, least: int = 1) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"litgpt: {option} {text} is not a whole number of at least {least}")
-    return int(text)
+def name_of(option: Field[Any]) -> str:
+    """The option of a field: ``--vocab-loss``."""
+    return "--" + option.name.replace("_", "-")
 
 
-def _goldfish(option: str, text: str) -> tuple[int, int]:
-    try:
-        k, h = (int(part) for part in text.split(","))
-    except ValueError:
-        k, h = 0, 0
-    if k < 2 or h < 1:
-        raise ValueError(
-            f"litgpt: {option} {text}: wanted K,H with K of at least 2 (one of K tokens is left out) and H of at"
-            f" least 1 (the tokens before it that decide), such as {option} 2,13"
-        )
-    return k, h
+NAMES = tuple(name_of(each) for each in fields(Options))
 
 
-# Option -> (its value, what it wants, what it does); then those that are on or off.
-_VALUES = {
-    "--grid": (
-        "XxYxZxDATA",
-        "a grid, such as --grid 2x2x2x1, or --grid auto",
-        "Ranks on each axis; 'auto': what the planner finds best for the model, stages too.",
-    ),
-    "--ranks": ("N", "a number of ranks", "With --grid auto and without torchrun: how many ranks to start."),
-    "--machine": (
-        "NAME|FILE",
-        "a machine that axo plan knows, or a machine file",
-        "With --grid auto: a machine that axo plan knows, or a file that axo profile wrote.",
-    ),
-    "--algorithm": (
-        "NAME",
-        "axonn, tesseract or summa",
-        "How products are distributed: axonn, or on a grid with x = y tesseract or summa.",
-    ),
-    "--max-restarts": (
-        "N",
-        "a number of restarts, such as --max-restarts 3",
-        "Start the ranks again, from the newest checkpoint, when one was lost; at most N times.",
-    ),
-    "--pipeline": (
-        "N",
-        "a number of stages, such as --pipeline 4",
-        "Cut the model into N stages, each of them a grid.",
-    ),
-    "--schedule": (
-        "NAME",
-        "a schedule, such as --schedule zero-bubble",
-        "Of the stages: gpipe, 1f1b (default), looped-bfs, interleaved-1f1b, zero-bubble, zbv or dualpipev.",
-    ),
-    "--cuts": (
-        "BLOCKS",
-        "even, planner, or the first blocks of later stages, such as --cuts 3,7",
-        "First blocks of later stages: even (default), planner (the least flops of the busiest rank), or 3,7.",
-    ),
-    "--microbatches": (
-        "M",
-        "a number, such as --microbatches 8",
-        "Parts of a micro-batch of LitGPT's that fill the stages; default: twice the stages.",
-    ),
-    "--offload": (
-        "WHAT,...",
-        "what goes there, such as --offload optimizer",
-        "Onto the lower tier: optimizer, parameters, activations (or activations=BLOCKS).",
-    ),
-    "--offload-dir": ("DIR", "a folder on a disk", "The folder of the lower tier, for CPU ranks."),
-    "--goldfish": (
-        "K,H",
-        "K,H, such as --goldfish 2,13",
-        "Leave one of K tokens out of the training loss, chosen by the H tokens before it.",
-    ),
-}
-_SWITCHES = {
-    "--sharded": "Every rank saves its own part; 'axo consolidate' makes such a checkpoint whole.",
-    "--vocab-loss": "Leave logits split over x in training: the same loss, less memory.",
-    "--allow-new-data": "With --resume: go on although data, seed or batch are others now.",
-}
-NAMES = (*_VALUES, *_SWITCHES)
-_READ: dict[str, Callable[[str, str], Any]] = {  # those whose value is no text
-    "--grid": lambda _, text: None if text == AUTO else Grid.parse(text),
-    "--ranks": _count,
-    "--max-restarts": lambda option, text: _count(option, text, 0),
-    "--pipeline": _count,
-    "--microbatches": _count,
-    "--goldfish": _goldfish,
-}
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Add the options to a parser."""
+    group = parser.add_argument_group("Options of Axo's own")
+    for each in fields(Options):
+        text = each.metadata["help"]
+        if each.default is False:
+            group.add_argument(name_of(each), action="store_true", help=text)
+        else:
+            metavar = each.metadata["metavar"]
+            group.add_argument(name_of(each), type=_reader(each), default=None, metavar=metavar, help=text)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"litgpt: {message}")
+def _reader(option: Field[Any]) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not isinstance(value, str | int | float):  # read before
+            return value
+        try:
+            return option.metadata["read"](str(value))
+        except ValueError as error:  # argparse shows the words of this one
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        add_help=False,
-        allow_abbrev=False,
-        usage=argparse.SUPPRESS,
-        epilog="A command of Axo's own: axo litgpt architectures [--grid ...] says which of LitGPT's configurations run"
-        " on a grid.",
-    )
-    group = parser.add_argument_group("Options of Axo's own, for commands that run on a grid (pretrain, ...)")
-    for name, (metavar, _, text) in _VALUES.items():
-        group.add_argument(name, metavar=metavar, help=text, nargs="?", default="")  # None: it stands last, alone
-    for name, text in _SWITCHES.items():
-        group.add_argument(name, action="store_true", help=text)
-    return parser
-
-
-def help_text() -> str:
-    """What ``--help`` says of these options."""
-    return _parser().format_help()
-
-
-def parse_options(arguments: list[str]) -> tuple[Options, list[str]]:
-    """Axo's options, and the other arguments.
+def take_from(parsed: Any) -> Options:
+    """Take the options out of what a parser with them has read.
 
     Raises:
-        ValueError: An option lacks its value, or the value is not one.
+        ValueError: They do not go together.
     """
-    given, rest = _parser().parse_known_args(arguments)
-    values: dict[str, Any] = {"grid": Grid(), "pipeline": int(given.grid != AUTO)}
-    for option, (_, wanted, _) in _VALUES.items():
-        name = option[2:].replace("-", "_")
-        text = getattr(given, name)
-        if text is None:
-            raise ValueError(f"litgpt: {option} wants {wanted}")
-        if text:
-            values[name] = _READ[option](option, text) if option in _READ else text
-    values |= {"sharded": given.sharded, "vocab_loss": given.vocab_loss, "allow_new_data": given.allow_new_data}
-    options = Options(**values)
-    automatic = options.grid is None
-    for option, value in (("--ranks", given.ranks), ("--machine", given.machine)):
-        if value and not automatic:
-            raise ValueError(f"litgpt: {option} is for --grid auto; with a grid of your own leave it out")
-    arrangement = arrangement_of("litgpt", options.algorithm)
-    if automatic and options.algorithm != "axonn":
-        raise ValueError(f"litgpt: --grid auto chooses for axonn; with --algorithm {options.algorithm} name a grid")
-    for name in ("schedule", "cuts", "microbatches"):
-        value = getattr(given, name)
-        planned = options.pipeline == 0 and value in ("even", "planner")  # cuts of any number of stages
-        if value and options.pipeline < 2 and not planned:
-            raise ValueError(f"litgpt: --{name} {value} is of pipeline stages; add --pipeline N, or leave it out")
-    if options.offload_dir and options.offload == "none":
-        raise ValueError(
-            f"litgpt: --offload-dir {options.offload_dir} without --offload; say what goes there, such as --offload"
-            " optimizer"
-        )
-    if options.grid is not None:
-        arrangement.check(options.grid)
-    return options, rest
+    values: dict[str, Any] = {}
+    for each in fields(Options):
+        value = parsed.pop(each.name)
+        values[each.name] = each.default if value is None else value
+        if each.name == "pipeline" and value is None and values["grid"] == AUTO:
+            values["pipeline"] = 0
+    options = Options(**{**values, "grid": None if values["grid"] == AUTO else values["grid"]})
+    options.check()
+    return options

@@ -4,8 +4,8 @@ LitGPT's commands look these names up in their own module (``litgpt.pretrain``, 
 is where the replacements stand, each made from the stock one, for the time of one run (:func:`patched`). The table is
 :data:`PATCHES`; the order of its entries does not matter, as none looks at another.
 
-Three names of other packages are replaced elsewhere (:data:`ELSEWHERE`): they are needed before there is a run, or for
-a part of one.
+Some names of LitGPT's and of other packages are replaced elsewhere (:data:`ELSEWHERE`): they are needed before there is
+a run, without one, or for a part of one.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from axo.integrations.litgpt import run_folder
 from axo.integrations.litgpt.conversation import Lines
 from axo.integrations.litgpt.options import Options
 from axo.integrations.litgpt.strategy import LitGPTStrategy
-from axo.launch import Rank
+from axo.launch import Rank, Termination
 from axo.nn.generator import source_generator
 from axo.nn.goldfish import goldfish_mask
 from axo.nn.quantize import quantize
+from axo.overlap.no_sync import token_weight
 from axo.placement import placement_of
 
 
@@ -51,9 +52,11 @@ class LitGPTRun:
     Args:
         module: The command's module, such as ``litgpt.pretrain``.
         options: What was asked of Axo.
+        hyperparameters: LitGPT's own options, as it writes them beside a checkpoint.
 
     Attributes:
         agreement: What the ranks agree with before each step.
+        termination: What notes SIGTERM and Ctrl-C, of a command that trains.
         strategy: The strategy of the run's Fabric, once there is one.
         quantized: What linear layers are quantized to, such as "nf4"; "": they are not.
         fabric, figures: Once the loop has begun.
@@ -61,7 +64,9 @@ class LitGPTRun:
 
     module: ModuleType
     options: Options
+    hyperparameters: str = ""
     agreement: StepAgreement = field(default_factory=StepAgreement)
+    termination: Termination | None = None
     strategy: LitGPTStrategy | None = None
     quantized: str = ""
     fabric: Any = None
@@ -78,9 +83,9 @@ class Patch(NamedTuple):
 class Stopped(Exception):
     """The run ended on request; ``checkpoint`` is what it saved, from which it may go on or not."""
 
-    def __init__(self, checkpoint: Path, step: int, *, resumes: bool = True) -> None:
+    def __init__(self, by: str, checkpoint: Path, step: int, *, resumes: bool = True) -> None:
         then = "go on with --resume auto" if resumes else "adapters only, from which LitGPT does not resume a run"
-        super().__init__(f"stopped by SIGTERM after step {step}; saved {checkpoint}; {then}")
+        super().__init__(f"stopped by {by} after step {step}; saved {checkpoint}; {then}")
         self.checkpoint, self.step = checkpoint, step
 
 
@@ -114,12 +119,16 @@ def _fit(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
         run.figures = Figures(run.fabric.strategy.comms)
         if train.max_time:
             given["train"] = replace(train, max_time=_AgreedLimit(train.max_time, run.fabric.strategy))
+        if run.termination is not None:
+            run.termination.progress = functools.partial(_progress, run, given)
         try:
             with (
                 _every_rank_is_first(run.fabric) if _saver(run) == "save_lora_checkpoint" else contextlib.nullcontext()
             ):
                 return stock(**given)
         except _StopTraining:
+            if run.termination is not None:
+                run.termination.tell_lost()
             raise _save(run, given) from None
 
     return fit
@@ -149,8 +158,17 @@ def _every_rank_is_first(fabric: Any) -> Iterator[None]:
         fabric.__class__ = own
 
 
+def _progress(run: LitGPTRun, given: dict[str, Any]) -> tuple[int, Path | None, int]:
+    """The steps that are done, and the newest checkpoint with its step."""
+    saver = _saver(run)
+    done = run.agreement.step if saver is not None else int(given["state"]["step_count"])
+    newest = run_folder.newest(given["out_dir"], "*.pth" if saver is None else _ADAPTER_FILES[saver])
+    return done, newest, 0 if newest is None else int(newest.parent.name.removeprefix("step-"))
+
+
 def _save(run: LitGPTRun, given: dict[str, Any]) -> Stopped:
     """Save as the loop itself does, in the folder of the step that was done last."""
+    by = "SIGTERM" if run.termination is None else run.termination.by
     module, fabric, out = run.module, given["fabric"], Path(given["out_dir"])
     saver = _saver(run)
     if saver is not None:
@@ -165,7 +183,7 @@ def _save(run: LitGPTRun, given: dict[str, Any]) -> Stopped:
             path = out / f"step-{step:08d}" / "lit_model.pth"
             if not run_folder.is_saved(path):
                 module.save_checkpoint(fabric, state, given["tokenizer_dir"], path)
-            return Stopped(path, step)
+            return Stopped(by, path, step)
         state["iter_num"] -= 1  # finetuning counts before it reads
         path = out / f"step-{step:06d}" / "lit_model.pth"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +191,7 @@ def _save(run: LitGPTRun, given: dict[str, Any]) -> Stopped:
     module.copy_config_files(given["checkpoint_dir"], path.parent)
     module.save_hyperparameters(module.setup, path.parent)
     module.save_prompt_style(given["data"].prompt_style, path.parent)
-    return Stopped(path, step, resumes=saver is None)
+    return Stopped(by, path, step, resumes=saver is None)
 
 
 class _AgreedLimit(float):
@@ -228,14 +246,23 @@ def _in_one_line(error: Exception) -> str:
 
 def _loss(run: LitGPTRun, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     goldfish = run.options.goldfish
+    own = run.options.vocab_loss or goldfish is not None or run.options.pipeline > 1
+    finetunes = run.module.__name__.startswith("litgpt.finetune.")  # answers are of unequal length
 
     def loss(logits: Any, targets: torch.Tensor, chunk_size: int = 128, ignore_index: int = -100) -> torch.Tensor:
+        masks = False
         if goldfish is not None and torch.is_grad_enabled():  # litgpt validates without gradients
+            masks = True
             targets = targets.masked_fill(~goldfish_mask(targets, *goldfish, ignore_index=ignore_index), ignore_index)
         assert run.strategy is not None
-        return run.strategy.cross_entropy(logits, targets, chunk_size, ignore_index)
+        mean = run.strategy.cross_entropy if own else stock
+        value = mean(logits, targets, chunk_size, ignore_index)
+        if run.options.data_ranks == 1 or targets.is_meta or not (masks or finetunes):
+            return value
+        weight = token_weight((targets != ignore_index).sum(), run.strategy.comms)
+        return torch.where(weight > 0, value * weight, 0.0)  # stock LitGPT's mean of no tokens is NaN in validation
 
-    return loss if run.options.vocab_loss or goldfish is not None or run.options.pipeline > 1 else stock
+    return loss if own or finetunes else stock
 
 
 # --- what is logged ---------------------------------------------------------------------------------------------
@@ -289,16 +316,6 @@ def _choose_logger(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., A
     return choose
 
 
-def _monitor(run: LitGPTRun, stock: Any) -> Callable[..., Any]:
-    def monitor(*args: Any, **options: Any) -> Any:
-        made = stock(*args, **options)
-        if made.available_flops is not None:  # unknown on CPU
-            made.available_flops *= run.options.ranks_in_all // run.options.data_ranks
-        return made
-
-    return monitor
-
-
 def _measure(run: LitGPTRun, stock: Callable[..., int]) -> Callable[..., int]:
     def measure(model: nn.Module, *args: Any, **options: Any) -> int:
         flops = None
@@ -341,10 +358,9 @@ def _routed_evenly(model: nn.Module) -> Iterator[None]:
 
 def _save_hyperparameters(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     def save(function: Any, checkpoint_dir: Path, *args: Any) -> None:
-        stock(inspect.unwrap(function), checkpoint_dir, *args)
-        file = checkpoint_dir / "hyperparameters.yaml"
-        if file.is_file():  # a comment: litgpt must still read it
-            file.write_text(run_folder.comment(run.options.by_hand) + file.read_text())
+        # Axo's options in a comment: litgpt must still read the file
+        text = run_folder.comment(run.options.by_hand) + run.hyperparameters
+        (checkpoint_dir / "hyperparameters.yaml").write_text(text)
 
     return rank_zero_only(save)
 
@@ -451,9 +467,20 @@ def _lit_server(run: LitGPTRun, stock: Any) -> Callable[..., Any]:
 
         rank = Rank.from_environment()
         assert rank is not None
-        return Served(rank.rank, api, **options)
+        return Served(rank.rank, run.options.host, api, **options)
 
     return make
+
+
+def _print_given(run: LitGPTRun, stock: Any) -> Any:
+    if inspect.ismodule(stock):  # pretrain's
+        return stock
+
+    @functools.wraps(stock)
+    def print_given(given: dict[str, Any]) -> None:
+        stock(given | {"access_token": "(not shown)"} if given.get("access_token") else given)
+
+    return print_given
 
 
 def _evaluate(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -486,25 +513,29 @@ PATCHES = {
     "CycleIterator": Patch(_batches, "between two steps all ranks end together; errors of the data are one message"),
     "get_dataloaders": Patch(_get_dataloaders, "data that is not there is one message"),
     "chunked_cross_entropy": Patch(
-        _loss, "logits split over x, goldfish loss, and stages, whose schedule the loss call runs"
+        _loss,
+        "logits split over x, goldfish loss, and stages, whose schedule the loss call runs; the mean over all data"
+        " ranks' tokens where they have not as many",
     ),
     "RunningMean": Patch(_running_mean, "the loss that is printed and logged is that of all data ranks"),
     "validate": Patch(_validate, "as RunningMean"),
     "choose_logger": Patch(_choose_logger, "tokens a second, memory and communication of all ranks are logged too"),
     "num_parameters": Patch(lambda *_: count_parameters, "the size of the model is printed, not that of a rank's part"),
-    "ThroughputMonitor": Patch(_monitor, "a device of LitGPT's is a data rank: it has the peak of Gx*Gy ranks a stage"),
     "measure_flops": Patch(_measure, "rank 0 counts for all; on the meta device mixtures cannot ask who chose what"),
     "generate_example": Patch(_generate_example, "all ranks, from one generator state, or they choose other tokens"),
     "interact": Patch(_interact, "rank 0 reads what is typed, and tells the others"),
     "save_lora_checkpoint": Patch(_save_lora, "adapters are gathered tensor by tensor; rank 0 writes them"),
     "LitServer": Patch(_lit_server, "rank 0 speaks HTTP, and every rank computes each answer"),
+    "pprint": Patch(_print_given, "what was given is printed, but for the access token"),
     "convert_and_evaluate": Patch(_evaluate, "the model is split that it evaluates; rank 0 alone exports it"),
     "prepare_results": Patch(_on_rank_0, "prints and writes"),
     "merge_lora": Patch(
         _alone, "a serial program with a Fabric of its own, which must not see the environment of a rank"
     ),
     "copy_config_files": Patch(_on_rank_0, "finetune_lora's loop takes every rank for rank 0"),
-    "save_hyperparameters": Patch(_save_hyperparameters, "as copy_config_files; and the grid belongs to them"),
+    "save_hyperparameters": Patch(
+        _save_hyperparameters, "as copy_config_files; LitGPT would parse the command line again, Axo's options too"
+    ),
     "save_prompt_style": Patch(_on_rank_0, "as copy_config_files"),
     "setup": Patch(_unquantized, "each rank quantizes its part of a layer, once it is filled; LitGPT on one GPU only"),
     "GPT": Patch(_gpt, "generate_adapter fills its model before it is split"),
@@ -516,16 +547,33 @@ PATCHES = {
 }
 
 
-# Names of packages that LitGPT uses: the module here that replaces each, and why it is no row of PATCHES.
+# Names that are no command's own: the module here that replaces each, and why it is no row of PATCHES.
 ELSEWHERE = {
     "lightning_utilities.core.imports.RequirementCache.__bool__": (
-        "early",
+        "parsing",
         "while torchmetrics is imported, before LitGPT is: metrics that want transformers are left out, which saves a"
         " third of all imports",
     ),
     "docstring_parser.parse_from_object": (
-        "command",
+        "parsing",
         "for the whole process, before there are ranks: the sources of classes are read once, not for each parser",
+    ),
+    "lightning.fabric.utilities.load._lazy_load": (
+        "harmless",
+        "for the whole process, wherever LitGPT has imported it: a checkpoint runs no code",
+    ),
+    "litgpt.prompts.load_prompt_style": ("harmless", "as _lazy_load: it would import and call what a file names"),
+    "litgpt.deploy.serve.SimpleLitAPI": (
+        "serving_apis",
+        "as _lazy_load, in the processes that LitServe starts",
+    ),
+    "litgpt.deploy.serve.StreamLitAPI": (
+        "serving_apis",
+        "as _lazy_load, in the processes that LitServe starts",
+    ),
+    "litgpt.deploy.serve.OpenAISpecLitAPI": (
+        "serving_apis",
+        "as _lazy_load, in the processes that LitServe starts; and its chat template is rendered in a sandbox",
     ),
     "lm_eval.models.huggingface.HFLM": (
         "evaluating",

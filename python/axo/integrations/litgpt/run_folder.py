@@ -10,6 +10,7 @@ of their writing, and are not taken as the newest until they are written again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from axo import files
 from axo.checkpoint import Run
 from axo.checkpoint.folder import whole_file
 from axo.checkpoint.run import IDENTITY
@@ -64,9 +66,9 @@ def hold(options: Any, dump: Callable[[], str], *, resumes: bool, again: bool, a
     return run
 
 
-def newest(out_dir: Any) -> Path | None:
-    """The checkpoint from which a run goes on by itself."""
-    return next((path for _, path in reversed(_steps(_folder(out_dir))) if is_saved(path)), None)
+def newest(out_dir: Any, files: str = "*.pth") -> Path | None:
+    """The checkpoint from which a run goes on by itself; or the newest of other ``files``, which hold adapters."""
+    return next((path for _, path in reversed(_steps(_folder(out_dir), files)) if is_saved(path)), None)
 
 
 def is_saved(path: Path) -> bool:
@@ -80,15 +82,15 @@ def _folder(out_dir: Any) -> Path:
     return init_out_dir(out_dir)
 
 
-def _steps(folder: Path) -> list[tuple[int, Path]]:
+def _steps(folder: Path, files: str = "*.pth") -> list[tuple[int, Path]]:
     """The checkpoints of a run, by their steps; those of runs in folders below are not its own."""
-    found = ((re.fullmatch(r"step-(\d+)", path.parent.name), path) for path in folder.glob("step-*/*.pth"))
+    found = ((re.fullmatch(r"step-(\d+)", path.parent.name), path) for path in folder.glob(f"step-*/{files}"))
     return sorted((int(named[1]), path) for named, path in found if named)
 
 
 def _left(folder: Path) -> dict[str, int]:
     try:
-        said = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
+        said = files.parse_json(files.read_text(folder / IDENTITY))
     except (OSError, ValueError):
         return {}
     left = said.get(_LEFT) if isinstance(said, dict) else None
@@ -134,8 +136,8 @@ def _refuse_new_data(source: Path, dump: Callable[[], str]) -> None:
     if not file.is_file():  # not LitGPT's command line has saved it
         return
     try:
-        text = file.read_text(encoding="utf-8")
-        then = yaml.safe_load(text)
+        text = files.read_text(file)
+        then = files.parse_yaml(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"litgpt: {file} cannot be read: {' '.join(str(error).split())}") from None
     old, new = dict(_order(then)), dict(_order(yaml.safe_load(dump())))
@@ -161,7 +163,8 @@ def _folder_in(hyperparameters: str) -> str:
     """The working directory that ``comment`` has written; this process's own where it has not."""
     for line in hyperparameters.splitlines()[:2]:
         if line.startswith(_IN):
-            return str(json.loads(line.removeprefix(_IN)))
+            with contextlib.suppress(ValueError):  # a line of somebody else's
+                return str(files.parse_json(line.removeprefix(_IN)))
     return os.getcwd()
 
 

@@ -3,15 +3,15 @@
 LitGPT's own API object (``SimpleLitAPI``, ``StreamLitAPI``, ``OpenAISpecLitAPI``) stands on every rank, with its model
 split over the grid. On rank 0 LitServe's server and its loop over requests run in the rank's own process:
 
-    HTTP thread: checks a request (what is wrong is a 4xx answer) and queues it
+    HTTP thread: checks a request (what is wrong is a 4xx answer) and queues it, within the limits of ``serve_limits``
     main thread: takes one request at a time, tells it to all ranks, computes the answer with them
 
 LitServe itself gives both to processes of their own; so no process and no open port outlives rank 0 here.
 
-An answer is computed to its end even where its client has gone away, so that all ranks stay at the same place. After
-each answer the ranks agree how it ended. A ValueError on every rank comes from the request: they go on with the next. A
-ValueError on some ranks only, and any other error, ends the rank that has it, and with it the server: a rank may be in
-the middle of an operation for which the others wait.
+An answer that was begun is computed to its end even where its client has gone away, so that all ranks stay at the
+same place. After each answer the ranks agree how it ended. A ValueError on every rank comes from the request: they go
+on with the next. A ValueError on some ranks only, and any other error, ends the rank that has it, and with it the
+server: a rank may be in the middle of an operation for which the others wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import os
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -31,26 +30,23 @@ from typing import Any
 import torch
 import uvicorn
 from fastapi import HTTPException
-from fastapi.responses import JSONResponse
 from litserve import LitServer
 from litserve.loops.base import _SENTINEL_VALUE as _END
 from litserve.middlewares import MaxSizeMiddleware
-from litserve.server import LIT_SERVER_API_KEY
 from litserve.specs.openai import ChatCompletionRequest
 from litserve.transport.process_transport import MPQueueTransport
 from litserve.utils import WorkerSetupStatus, wrap_litserve_start
-from starlette.concurrency import run_in_threadpool
-from starlette.middleware.base import BaseHTTPMiddleware
 
 from axo.comm.connect import Communicators
 from axo.errors import Error, PeerLost
-from axo.integrations.litgpt.conversation import TOLD_EVERY
+from axo.integrations.litgpt.serve_limits import HTTP_LIMITS, Admission, LimitedProtocol, Requests
 from axo.nn.generator import source_generator
 
 _STOPS_WITHIN = 5.0  # seconds that the HTTP thread gets at the end
 _BYTES_A_TOKEN = 64  # of a body, at most; and any body may have _SMALL_BODY
 _SMALL_BODY = 1 << 20
-_COLDEST = 1e-3  # colder, logits may overflow, and there is nothing to draw from
+_COLDEST, _HOTTEST = 1e-3, 100.0  # beyond, logits or their exponents may overflow, and there is nothing to draw from
+_CHOICES = 8  # answers to one request, at most
 
 
 class Served:
@@ -58,23 +54,30 @@ class Served:
 
     Args:
         rank: This rank.
+        host: The address that rank 0 listens on.
         api: LitGPT's API object, before its ``setup``.
         options: Of ``LitServer``.
+
+    Raises:
+        ValueError: The temperature is none.
     """
 
-    def __init__(self, rank: int, api: Any, **options: Any) -> None:
-        self._api = api
+    def __init__(self, rank: int, host: str, api: Any, **options: Any) -> None:
+        wrong = _wrong_temperature(api.temperature)
+        if wrong is not None:
+            raise ValueError(f"litgpt: --{wrong}")
+        self._api, self._host = api, host
         self._server = _Server(api, **options) if rank == 0 else None
 
     def run(self, port: int, **options: Any) -> None:
-        """Serve until a signal or an error ends the rank; rank 0 listens on ``port`` of all interfaces.
+        """Serve until a signal or an error ends the rank; rank 0 listens on ``port``.
 
         Raises:
-            ValueError: The port is in use.
+            ValueError: The port is in use, or the host is no address of this machine.
             axo.errors.Error: Another rank was lost, or failed where others did not.
         """
         api = self._api
-        listener = _listen(port) if self._server is not None else None
+        listener = _listen(self._host, port) if self._server is not None else None
         api.setup(os.environ["LT_ACCELERATOR"])
         while self._server is None:
             request = api.llm.fabric.broadcast(None)
@@ -143,28 +146,20 @@ def _agree(comms: Communicators, error: ValueError | None) -> None:
     raise PeerLost(f"rank {ranks[0]} failed at a request that this rank answered", ranks[0])
 
 
-def _listen(port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server(("0.0.0.0", port))
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise ValueError(f"litgpt: --port {port}: {error.strerror}; use another port") from None
+        raise ValueError(
+            f"litgpt: --host {host} --port {port}: {error.strerror}; use an address of this machine and another port"
+        ) from None
 
 
-class _Requests(queue.Queue):  # type: ignore[type-arg]
-    """What the HTTP thread hands to the main thread of rank 0, which tells the other ranks that it waits."""
-
-    def __init__(self, tell: Callable[[], Any]) -> None:
-        super().__init__()
-        self._tell, self._told = tell, time.monotonic()
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        try:
-            return super().get(block, timeout)
-        except queue.Empty:
-            if time.monotonic() - self._told > TOLD_EVERY:
-                self._tell()
-                self._told = time.monotonic()
-            raise
+def _wrong_temperature(temperature: float | None) -> str | None:
+    """What is wrong with it; 0, None: LitGPT asks the server's own, or takes the likeliest token."""
+    if not temperature or _COLDEST <= temperature <= _HOTTEST:
+        return None
+    return f"temperature must be 0, or from {_COLDEST} to {_HOTTEST:g}, got {temperature}"
 
 
 class _Server(LitServer):
@@ -178,12 +173,15 @@ class _Server(LitServer):
         self._predict, self._failure = api.predict, None
         # LitServe reads the names of its arguments
         api.predict = functools.update_wrapper(functools.partial(self._told), api.predict)
-        self.app.add_middleware(BaseHTTPMiddleware, dispatch=self._checked)
+        self.app.add_middleware(Admission, wrong=self._wrong, answers=self.response_buffer)
         most = max(_SMALL_BODY, _BYTES_A_TOKEN * api.llm.config.block_size)
         self.app.add_middleware(MaxSizeMiddleware, max_size=most)  # around the other
         os.environ["LITSERVE_WORKER_ID"] = "0"
         with wrap_litserve_start(self):
-            http = uvicorn.Server(uvicorn.Config(self.app, log_level="info", timeout_graceful_shutdown=1))
+            config = uvicorn.Config(
+                self.app, http=LimitedProtocol, log_level="info", timeout_graceful_shutdown=1, **HTTP_LIMITS
+            )
+            http = uvicorn.Server(config)
             thread = threading.Thread(target=http.run, args=([listener],), daemon=True)
             thread.start()
             try:
@@ -198,7 +196,7 @@ class _Server(LitServer):
 
     def _init_manager(self, num_api_servers: int) -> Any:
         api = self.lit_api
-        self._requests = _Requests(lambda: api.llm.fabric.broadcast(()))
+        self._requests = Requests(lambda: api.llm.fabric.broadcast(()))
         self._transport = MPQueueTransport(None, [queue.Queue() for _ in range(num_api_servers)])
         self.workers_setup_status = {api.api_path: WorkerSetupStatus.READY}
         self._shutdown_event = threading.Event()
@@ -232,20 +230,6 @@ class _Server(LitServer):
             self._requests.put(_END)
             raise HTTPException(500, str(error)) from None
 
-    async def _checked(self, request: Any, call_next: Any) -> Any:
-        if request.method == "POST":
-            if LIT_SERVER_API_KEY and request.headers.get("X-API-Key") != LIT_SERVER_API_KEY:
-                return JSONResponse({"detail": "the header X-API-Key is not there, or not the server's key"}, 401)
-            try:
-                body = await request.body()
-            except HTTPException as error:  # it is too large
-                return JSONResponse({"detail": error.detail}, error.status_code)
-            wrong = await run_in_threadpool(self._wrong, body)
-            if wrong is not None:
-                # What is said may quote what cannot be sent.
-                return JSONResponse({"detail": wrong.encode(errors="backslashreplace").decode()}, 400)
-        return await call_next(request)
-
     def _wrong(self, body: bytes) -> str | None:
         """What is wrong with a request; None: nothing, or what LitServe itself finds."""
         try:
@@ -266,8 +250,13 @@ class _Server(LitServer):
             except ValueError:
                 return None
             new = given.max_completion_tokens or new
-            if 0 < (given.temperature or 0) < _COLDEST:
-                return f"temperature must be 0 or at least {_COLDEST}, got {given.temperature}"
+            wrong = _wrong_temperature(given.temperature)
+            if wrong is not None:
+                return wrong
+            if given.n is None or not 1 <= given.n <= _CHOICES:
+                return f"n must be from 1 to {_CHOICES}, got {given.n}"
+            if given.top_p is not None and not 0 <= given.top_p <= 1:
+                return f"top_p must be in [0, 1], got {given.top_p}"
         elif not isinstance(given, dict) or "prompt" not in given:
             return 'the request has no prompt; send {"prompt": "..."}'
         tokens = len(llm.preprocessor.encode(llm.prompt_style.apply(api.decode_request(given))))

@@ -12,6 +12,7 @@ Checkpoints of LitGPT's own say so in the ``hyperparameters.yaml`` beside them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import yaml
 from torch import nn
 
+from axo import files
 from axo.integrations.fabric.strategy import AxoStrategy
 
 _SAMPLES = "samples_per_iteration"
@@ -88,7 +90,15 @@ def _samples_of_stock(folder: Path) -> int | None:
     file = folder / "hyperparameters.yaml"
     if not file.is_file():
         return None
-    said = yaml.safe_load(file.read_text())
-    devices, micro = said.get("devices"), said.get("train", {}).get("micro_batch_size")
-    known = isinstance(devices, int) and isinstance(micro, int)
-    return micro * devices * int(said.get("num_nodes", 1)) if known else None
+    try:
+        said = files.parse_yaml(files.read_text(file))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"litgpt: {file} cannot be read: {' '.join(str(error).split())}") from None
+    said = said if isinstance(said, dict) else {}
+    train = said.get("train")
+    counts = (
+        said.get("devices"),
+        said.get("num_nodes", 1),
+        train.get("micro_batch_size") if isinstance(train, dict) else None,
+    )
+    return math.prod(counts) if all(isinstance(count, int) for count in counts) else None

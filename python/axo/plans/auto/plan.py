@@ -45,10 +45,10 @@ from axo.plans.auto.decide import Decision, SplitCandidate, decide
 from axo.plans.auto.experts import EveryExpert, is_mixture
 from axo.plans.auto.heads_code import HeadsOf
 from axo.plans.auto.heads_interpreter import NotProved
-from axo.plans.auto.hugging_face import Attention, attention
+from axo.plans.auto.hugging_face import Attention, attention, refuse_resizing, refuse_whole_heads
 from axo.plans.auto.patterns import Wish, wishes
 from axo.plans.auto.regions import CHANNELS, FEATURES, Size, find_regions
-from axo.plans.replace import Replacer, hooks_of
+from axo.plans.replace import Replacer, check_no_hooks, hooks_of
 from axo.plans.report import LayerPlan, PlanReport
 
 
@@ -87,6 +87,9 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     ties = _ties(model, candidates, choices)
     report = PlanReport([_line(c, choices[c.name], grid, arrangement) for c in candidates])
     names = {module: name for name, module in model.named_modules()}
+    for candidate in candidates:  # nothing has changed yet
+        if choices[candidate.name].kind != "replicate":
+            check_no_hooks(candidate.module, f"{type(candidate.module).__name__} {candidate.name!r}")
 
     became: dict[nn.Module, nn.Module] = {}
     for candidate in candidates:
@@ -108,6 +111,8 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     for module, split in attentions.known.items():
         for attribute, value in split.attributes.items():
             setattr(module, attribute, value)
+        if grid.size(arrangement.inner) > 1:
+            refuse_whole_heads(module, names[module], split.key_heads)
         SharedRandomness(comms, (arrangement.inner, *arrangement.rows)).attach(module)
         for child in split.norms:
             replicate(module.get_submodule(child), comms, replacer.grad_reduce, sum_over=(arrangement.inner,))
@@ -115,8 +120,9 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
             SharedRandomness(comms, arrangement.rows).attach(module.get_submodule(child))
     for module, proof in attentions.traced.items():
         proof.install(module, HeadsOf(names[module], comms, arrangement.inner, arrangement.rows))
-    for module in list(model.modules()):
+    for name, module in list(model.named_modules()):
         if not isinstance(module, ParallelLayer):
+            report.layers += _left_whole(name, module) if name not in choices else []
             replicate(module, comms, replacer.grad_reduce)
         if is_mixture(module) and arrangement.row_parts(grid) > 1:
             EveryExpert(module, gathers=grid.z > 1)
@@ -124,10 +130,13 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     if arrangement.row_parts(grid) > 1:
         Alike(comms, layers=not found.one_way).watch(model)
     share_inputs(model)
+    if grid.world_size > 1:
+        refuse_resizing(model)
     report.layers = [replace(one, backward_bytes=0) if _shares(model, one) else one for one in report]
     kept: Any = model
     kept._axo_plan_report = report
-    _warn(report)
+    if comms.world.rank == 0:  # all ranks would say the same
+        _warn(report)
     return model
 
 
@@ -144,6 +153,12 @@ def _check(model: nn.Module, grid: Grid, arrangement: Arrangement) -> None:
             )
     if arrangement.row_parts(grid) == 1:
         return
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise Refused(
+                f"parallelize: {name!r} is {parameter.dtype}, whose gradients are not averaged over ranks; keep it as"
+                " torch.view_as_real(...), a real parameter, and view it as complex in forward"
+            )
     for name, module in model.named_modules():
         if found := _of_own_rows(module):
             what, instead = found
@@ -187,6 +202,8 @@ def _candidates(model: nn.Module, grid: Grid, arrangement: Arrangement) -> tuple
         module_: Any = module
         if not _is_plain(module):
             serial[name] = "it has parameters, buffers or a forward of its own (weight_norm, pruning, ...)"
+        elif not module_.weight.is_floating_point():
+            serial[name] = f"its weight is {module_.weight.dtype}"
         elif inside:
             serial[name] = f"inside a torch.nn.{inside}, which reads its layers' weights itself"
         elif candidate.type == "conv2d" and module_.groups > 1 and grid.x * grid.y > 1:
@@ -393,6 +410,15 @@ def _line(candidate: SplitCandidate, choice: Decision, grid: Grid, arrangement: 
     return LayerPlan(
         candidate.name, kind, choice.kind, choice.split_in, choice.split_out, forward, backward, choice.why
     )
+
+
+def _left_whole(name: str, module: nn.Module) -> list[LayerPlan]:
+    """The row of a module of no known kind whose own weights are large: since transformers 5, all experts in one."""
+    for own, weight in module.named_parameters(recurse=False):
+        if weight.ndim > 2 and min(weight.shape) > 1:
+            why = f"{own} has {weight.ndim} dimensions: such weights stay whole on every rank"
+            return [LayerPlan(name, type(module).__name__, "replicate", False, False, 0, 0, why)]
+    return []
 
 
 def _shares(model: nn.Module, line: LayerPlan) -> bool:

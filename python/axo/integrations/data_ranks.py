@@ -1,0 +1,145 @@
+"""What frameworks ask of ranks, answered for data ranks: peers along x and y work on the same rows, and count once.
+
+Lightning, torchmetrics and accelerate take each rank for one with rows of its own. docs/litgpt.md has the table of who
+asks for which number, and what it must be; here is what several of them need.
+
+Not here: ranks as such. Barriers, agreements and files are of all ranks, as the frameworks have them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.utils.data import DistributedSampler
+
+from axo.comm.connect import Communicators
+from axo.errors import Refused
+from axo.placement import placement_of
+
+
+def gather(tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:
+    """``(data_ranks, *tensor.shape)``: one part of each data rank, in their order. Every rank must call it.
+
+    In backward each part gets the sum of what the data ranks computed for it, as in torch's ``all_gather``.
+    """
+    result: torch.Tensor = _Gather.apply(tensor, comms)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:
+        ctx.comms = comms
+        parts = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(1, -1)
+        for axis in reversed(comms.arrangement.rows):
+            parts = comms.axis(axis).all_gather(parts)
+        return parts.view(comms.data_ranks, *tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return reduce(grad, ctx.comms)[ctx.comms.data_rank], None
+
+
+def reduce(tensor: torch.Tensor, comms: Communicators, op: str = "sum") -> torch.Tensor:
+    """A new tensor: ``op`` over the data ranks, each of which counts once. Every rank must call it."""
+    result = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    for axis in reversed(comms.arrangement.rows):
+        result = comms.axis(axis).all_reduce(result, op)
+    return result.view(tensor.shape)
+
+
+def whole_numel(parameters: Iterable[torch.Tensor]) -> int:
+    """Elements of the whole parameters, of which this rank may hold parts."""
+    placements = [(parameter, placement_of(parameter)) for parameter in parameters]
+    return sum(
+        parameter.numel() if placement is None else torch.Size(placement.global_shape).numel()
+        for parameter, placement in placements
+    )
+
+
+def sync_metrics(comms: Communicators) -> None:
+    """Let every torchmetrics metric of the process gather one state of each data rank."""
+    from torchmetrics import metric
+    from torchmetrics.utilities.distributed import gather_all_tensors
+
+    grid = comms.grid
+    leaders = [rank for rank in range(grid.world_size) if comms.arrangement.leads(grid.coords(rank))]
+
+    def gather_of_data_ranks(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        parts = gather_all_tensors(result, group)
+        if group not in (None, torch.distributed.group.WORLD) or len(parts) < grid.world_size:
+            return parts
+        return [parts[rank] for rank in leaders]
+
+    metric.gather_all_tensors = gather_of_data_ranks
+
+
+@contextlib.contextmanager
+def numbers_of_data_ranks(comms: Communicators) -> Iterator[None]:
+    """A block in which torch's default group, RANK and WORLD_SIZE say which data rank this is, and how many there are.
+
+    For datasets and samplers that cut themselves; workers that start inside of it inherit the numbers.
+    """
+    group, default = distributed_c10d.GroupMember.WORLD, distributed_c10d._get_default_group
+    numbers = {"RANK": str(comms.data_rank), "WORLD_SIZE": str(comms.data_ranks)}
+    before = {name: os.environ[name] for name in numbers if name in os.environ}
+    os.environ.update({name: numbers[name] for name in before})
+    if group is not None:
+        # What get_rank and get_world_size ask, under whatever name a program knows them.
+        distributed_c10d._get_default_group = lambda: _Group(group, comms)  # type: ignore[assignment, return-value]
+    try:
+        yield
+    finally:
+        distributed_c10d._get_default_group = default
+        os.environ.update(before)
+
+
+class _Group:
+    """A process group with the numbers of data ranks."""
+
+    def __init__(self, group: Any, comms: Communicators) -> None:
+        self._group, self._comms = group, comms
+
+    def rank(self) -> int:
+        return self._comms.data_rank
+
+    def size(self) -> int:
+        return self._comms.data_ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def cut_for_data_ranks(loader: Any, comms: Communicators) -> None:
+    """See that what ``loader`` reads from is not cut by rank: a DistributedSampler is cut anew.
+
+    Raises:
+        axo.Refused: Something else of it holds the numbers of ranks.
+    """
+    sampler = getattr(loader, "sampler", None)
+    batches = getattr(loader, "batch_sampler", None)
+    dataset = loader.dataset
+    for each in (sampler, batches, getattr(batches, "sampler", None), dataset, getattr(dataset, "_distributed", None)):
+        parts = next((value for name in _PARTS if isinstance(value := getattr(each, name, None), int)), None)
+        part = getattr(each, "rank", None)
+        of_ranks = parts == comms.everyone.size or (parts == comms.data_ranks and comms.arrangement.leads(comms.coords))
+        if parts is None or not of_ranks or (parts, part) == (comms.data_ranks, comms.data_rank):
+            continue
+        if type(each) is not DistributedSampler:
+            raise Refused(
+                f"data: {type(each).__name__} has part {part} of {parts}, but ranks along x and y read the same rows:"
+                f" this rank's is part {comms.data_rank} of {comms.data_ranks} (comms.data_rank of comms.data_ranks)"
+            )
+        epoch = each.epoch
+        each.__init__(  # type: ignore[misc]
+            each.dataset, comms.data_ranks, comms.data_rank, each.shuffle, each.seed, each.drop_last
+        )
+        each.set_epoch(epoch)
+
+
+_PARTS = ("num_replicas", "world_size")

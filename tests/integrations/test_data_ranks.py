@@ -1,0 +1,346 @@
+"""Frameworks that take each rank for a data rank: what they ask for, on grids of each axis, against one device."""
+
+import itertools
+import os
+import re
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+import axo
+from tests.integrations.support import ELASTIC, distance
+from tests.launcher import run_ranks
+
+GRIDS = ("2x1x1x1", "1x2x1x1", "1x1x2x1", "1x1x1x2")
+LIGHTNING = ("lightning.pytorch", "torchmetrics")
+TRANSFORMERS = ("transformers.trainer", "transformers.models.llama.modeling_llama")
+
+
+# What the frameworks' public names of ranks say on a grid. Those of ACTIONS do something; the tests below try them.
+_LIGHTNING = {"world_size": "ranks", "global_rank": "rank", "local_rank": "rank", "node_rank": "host"}
+_FIRST = {"is_main_process": "first", "is_local_main_process": "first", "is_last_process": "last"}
+NUMBERS = {
+    "Fabric": _LIGHTNING,
+    "Strategy": _LIGHTNING,
+    "Trainer": _LIGHTNING | {"num_devices": "ranks", "num_nodes": "hosts"},
+    "LightningModule": {"global_rank": "rank", "local_rank": "rank"},
+    "Accelerator": _FIRST
+    | {"num_processes": "data ranks", "process_index": "data rank", "local_process_index": "rank"},
+    "PartialState": _FIRST,
+    "TrainingArguments": {
+        "world_size": "ranks",
+        "process_index": "rank",
+        "local_process_index": "rank",
+        "local_rank": "rank",
+    },
+    "HFTrainer": {"get_tp_size": "peers", "is_local_process_zero": "first", "is_world_process_zero": "first"},
+}
+ACTIONS = {
+    "rank_zero_first", "process_dataloader", "pad_across_processes", "split_between_processes", "main_process_first",
+    "local_main_process_first", "on_process", "on_local_process", "on_main_process", "on_local_main_process",
+    "on_last_process", "destroy_process_group", "get_process_log_level", "log_level_replica",
+    "create_accelerator_and_postprocess",
+}  # fmt: skip
+OTHERS_PARALLELISM = r"^(context|data|data_parallel|pipeline|tensor)_parallel_(shard_)?rank$"  # wants its plugin
+
+
+def numbers_of(owner, kind):
+    values = {name: getattr(owner, name) for name in NUMBERS[kind]}
+    return {f"{kind}.{name}": value() if callable(value) else value for name, value in values.items()}
+
+
+def check_numbers(numbers, rank, grid):
+    parts, ranks = parts_of(grid), axo.Grid.parse(grid).world_size
+    meaning = {
+        "ranks": ranks, "rank": rank, "data ranks": parts, "data rank": rank // (ranks // parts),
+        "peers": ranks // parts, "first": rank == 0, "last": rank == ranks - 1, "host": 0, "hosts": 1,
+    }  # fmt: skip
+    for name, value in numbers.items():
+        kind, _, name = name.partition(".")
+        assert value == meaning[NUMBERS[kind][name]], (kind, name, value)
+
+
+def test_every_public_name_of_ranks_has_a_meaning_on_a_grid():
+    """What the frameworks that are installed offer, by its name, and no more: a new one wants a line in the table."""
+    import accelerate
+    import lightning as L
+    import lightning.pytorch as pl
+    import transformers
+    from lightning.pytorch.strategies import ParallelStrategy
+
+    owners = {
+        "Fabric": L.Fabric, "Strategy": ParallelStrategy, "Trainer": pl.Trainer, "LightningModule": pl.LightningModule,
+        "Accelerator": accelerate.Accelerator, "PartialState": accelerate.PartialState,
+        "TrainingArguments": transformers.TrainingArguments, "HFTrainer": transformers.Trainer,
+    }  # fmt: skip
+    for kind, owner in owners.items():
+        names = {
+            name for name in dir(owner) if re.search(r"rank|world|replica|process|num_devices|num_nodes|tp_size", name)
+        }
+        names = {name for name in names if not name.startswith("_") and not re.match(OTHERS_PARALLELISM, name)}
+        assert names - ACTIONS == set(NUMBERS[kind]), kind
+
+
+def parts_of(grid):
+    return 1 if grid is None else int(grid[4]) * int(grid[6])
+
+
+def union(ranks, grid):
+    """What all data ranks have, of one rank each, in order."""
+    found = [ranks[index] for index in range(len(ranks)) if index < parts_of(grid)] if grid[4:] != "1x1" else ranks[:1]
+    return sorted(itertools.chain.from_iterable(found))
+
+
+def net():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+
+
+def rows(count=8):
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(1))
+
+
+def fit(grid, *, batch=8, check=9, predict=False, callbacks=(), steps=1, lr=0.1, **options):
+    """A Trainer's numbers, metrics, gradients and weights; rows of validation that each rank has seen."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import BasePredictionWriter, ThroughputMonitor
+    from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch.utilities import grad_norm  # a program's own name for it, from before the strategy
+    from lightning.pytorch.utilities.model_summary import ModelSummary
+    from torchmetrics import CatMetric, SumMetric
+
+    from axo.integrations.trainer import AxoStrategy
+
+    seen, values = [], {}
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.total, self.all = net(), SumMetric(), CatMetric()
+
+        def training_step(self, batch, index):
+            out = self.all_gather(self.net(batch[0]), sync_grads=True)
+            out = out.flatten(0, 1) if out.dim() == 3 else out
+            self.total.update(batch[0].shape[0])
+            self.all.update(batch[1])
+            return (out @ out.T).square().mean()
+
+        def on_before_optimizer_step(self, optimizer):
+            values.setdefault("grad_norm", {name: float(norm) for name, norm in grad_norm(self, 2).items()})
+
+        def on_train_epoch_end(self):
+            values["sum"], values["cat"] = float(self.total.compute()), sorted(self.all.compute().tolist())
+
+        def validation_step(self, batch, index):
+            seen.extend(batch[1].tolist())
+            self.log("val_loss", self.net(batch[0]).square().mean(), sync_dist=True)
+
+        def predict_step(self, batch, index):
+            return self.net(batch[0])[:, 0].tolist()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=lr)
+
+    class Writer(BasePredictionWriter):
+        def write_on_epoch_end(self, trainer, module, predictions, batch_indices):
+            self.indices = list(itertools.chain.from_iterable(batch_indices))
+
+    ranks, writer = parts_of(grid), Writer("epoch")
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))
+    trainer = pl.Trainer(
+        strategy="auto" if grid is None else AxoStrategy(grid, like_one_device=True), accelerator="cpu",
+        devices=1 if grid is None else "auto", max_steps=steps, logger=DummyLogger(), enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, log_every_n_steps=1,
+        callbacks=[monitor, writer, *callbacks], **options,
+    )  # fmt: skip
+    module = Module()
+
+    def loader(count, size):
+        return DataLoader(TensorDataset(rows(count), torch.arange(count)), batch_size=max(size // ranks, 1))
+
+    trainer.fit(module, loader(8, batch), loader(check, 4))
+    for kind, owner in (("Trainer", trainer), ("Strategy", trainer.strategy), ("LightningModule", module)):
+        values.setdefault("numbers", {}).update(numbers_of(owner, kind) if grid else {})
+    values["val_loss"] = float(trainer.callback_metrics["val_loss"])
+    values["parameters"] = ModelSummary(module).total_parameters
+    values["devices"] = {each.world_size for each in monitor._throughputs.values()}
+    state = module.state_dict() if grid is None else trainer.strategy.lightning_module_state_dict()
+    values["weights"] = {name: value.clone() for name, value in state.items()}
+    if predict:
+        values["predictions"] = list(itertools.chain.from_iterable(trainer.predict(module, loader(check, 4))))
+        values["indices"] = list(itertools.chain.from_iterable(writer.indices))
+    return values, seen
+
+
+def predict_too(grid):
+    return fit(grid, predict=True)
+
+
+@pytest.mark.parametrize(
+    "grid", ["2x1x1x1", "1x1x2x1", *(pytest.param(g, marks=pytest.mark.soak) for g in GRIDS[1::2])]
+)
+def test_lightnings_metrics_gathers_and_counters_are_those_of_one_device(grid):
+    expected, _ = fit(None, predict=True)
+    ranks = run_ranks(predict_too, 2, grid, env=ELASTIC, preload=LIGHTNING)
+    for rank, (values, _) in enumerate(ranks):
+        check_numbers(values["numbers"], rank, grid)
+        assert values["devices"] == {parts_of(grid)}
+        assert values["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        for name in ("sum", "cat", "val_loss", "parameters"):
+            assert values[name] == pytest.approx(expected[name], rel=1e-5), name
+    assert union([seen for _, seen in ranks], grid) == list(range(9))
+    for name in ("predictions", "indices"):
+        found = union([values[name] for values, _ in ranks], grid)
+        assert found == pytest.approx(sorted(expected[name]), rel=1e-5), name
+    assert distance(ranks[0][0]["weights"], expected["weights"]) < 1e-5
+
+
+class CutByRank(IterableDataset):
+    """As a program cuts a stream that each process is to read its part of."""
+
+    def __iter__(self):
+        from torch.distributed import get_rank, get_world_size
+
+        yield from range(int(get_rank()), 8, int(get_world_size()))
+
+
+class CutByEnvironment(IterableDataset):
+    def __iter__(self):
+        yield from range(int(os.environ["RANK"]), 8, int(os.environ["WORLD_SIZE"]))
+
+
+class Parts(torch.utils.data.Sampler):
+    """Keeps the numbers that it was made with."""
+
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self):
+        return iter(range(self.rank, 8, self.world_size))
+
+    def __len__(self):
+        return 8 // self.world_size
+
+
+def read(grid):
+    """Rows that this rank gets of loaders that a program has cut by rank, and what is refused."""
+    import lightning as L
+    from lightning.fabric.utilities.throughput import ThroughputMonitor
+
+    from axo.integrations.fabric.strategy import AxoStrategy
+
+    fabric = L.Fabric(accelerator="cpu", strategy=AxoStrategy(grid))
+    fabric.launch()
+    data = TensorDataset(torch.arange(8))
+    made = DistributedSampler(data, shuffle=False)
+    fed = DistributedSampler(data, num_replicas=fabric.world_size, rank=fabric.global_rank, shuffle=True, seed=5)
+    fed.set_epoch(3)
+    loaders = [
+        DataLoader(data, batch_size=2, sampler=made),
+        DataLoader(data, batch_size=2, sampler=fed),
+        DataLoader(CutByRank(), batch_size=2),
+        DataLoader(CutByRank(), batch_size=2, num_workers=1),
+        DataLoader(CutByEnvironment(), batch_size=2),
+    ]
+    found = []
+    for loader in loaders:
+        batches = [batch[0] if isinstance(batch, list) else batch for batch in fabric.setup_dataloaders(loader)]
+        found.append(torch.cat(batches).tolist())
+    refused = None
+    try:
+        own = DataLoader(data, batch_size=2, sampler=Parts(fabric.global_rank, fabric.world_size))
+        fabric.setup_dataloaders(own, use_distributed_sampler=False)
+    except axo.Refused as error:
+        refused = str(error)
+    return found, refused, ThroughputMonitor(fabric).world_size, numbers_of(fabric, "Fabric")
+
+
+@pytest.mark.parametrize("grid", ["2x1x2x1", *(pytest.param(grid, marks=pytest.mark.soak) for grid in GRIDS)])
+def test_data_that_a_program_has_cut_by_rank_is_cut_by_data_rank(grid):
+    """Oracle: the data ranks read each row once."""
+    count = 4 if grid == "2x1x2x1" else 2
+    ranks = run_ranks(read, count, grid, env=ELASTIC, preload=("lightning.fabric",))
+    peers = count // parts_of(grid)
+    for index in range(5):
+        parts = [found[index] for found, *_ in ranks]
+        assert all(parts[rank] == parts[rank // peers * peers] for rank in range(count)) or grid == "1x1x1x2"
+        assert sorted(itertools.chain.from_iterable(parts[::peers])) == list(range(8))
+    for rank, (_, refused, devices, numbers) in enumerate(ranks):
+        check_numbers(numbers, rank, grid)
+        assert (peers == 1) == (refused is None) and devices == parts_of(grid)
+        assert refused is None or "Parts has part" in refused
+
+
+class Stream(IterableDataset):
+    """Rows of a language model, and nothing that says how many."""
+
+    def __init__(self, count, seed=0):
+        self.count, self.seed = count, seed
+
+    def __iter__(self):
+        from examples.nanogpt.model import rows
+
+        for row in rows(self.count, seed=self.seed):
+            yield {"input_ids": row, "labels": row}
+
+
+def hugging_face(grid, out, check):
+    """What Hugging Face's Trainer and accelerate's Accelerator say and compute; ``check`` rows of evaluation."""
+    from accelerate import PartialState
+    from transformers import Trainer, TrainingArguments
+
+    from examples.hf.train import model_of
+
+    ranks, values = parts_of(grid), {}
+    arguments = TrainingArguments(
+        output_dir=str(out), use_cpu=True, max_steps=3, per_device_train_batch_size=4 // ranks,
+        per_device_eval_batch_size=4 // ranks, learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to=[],
+        disable_tqdm=True, seed=7, include_num_input_tokens_seen=True,
+    )  # fmt: skip
+
+    def trainer_of():
+        data = {"train_dataset": Stream(16), "eval_dataset": Stream(check, seed=5)}
+        trainer = Trainer(model=model_of(), args=arguments, **data)
+        if grid is None:
+            return trainer
+        from axo.integrations.hugging_face import on_grid
+
+        return on_grid(trainer, grid)
+
+    values["eval_loss"] = trainer_of().evaluate()["eval_loss"]  # alone, without training before
+    trainer = trainer_of()
+    trainer.train()
+    values["losses"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    values["total_flos"] = trainer.state.total_flos
+    values["tokens"] = float(trainer.state.num_input_tokens_seen)
+    values["num_parameters"] = [trainer.model.num_parameters(exclude_embeddings=each) for each in (False, True)]
+    accelerator = trainer.accelerator
+    with accelerator.split_between_processes(list("abcdefgh")) as prompts:
+        share = prompts
+    one = torch.ones(2)
+    values["reduce"] = [float(accelerator.reduce(one, how).sum()) for how in ("sum", "mean")]
+    values["gather"] = sorted(accelerator.gather(torch.arange(8).chunk(ranks)[accelerator.process_index]).tolist())
+    owners = {"Accelerator": accelerator, "PartialState": PartialState(), "TrainingArguments": arguments}
+    for kind, owner in (owners | {"HFTrainer": trainer}).items():
+        values.setdefault("numbers", {}).update(numbers_of(owner, kind) if grid else {})
+    accelerator.wait_for_everyone()
+    return values, share
+
+
+@pytest.mark.parametrize(
+    "grid", ["2x1x1x1", "1x1x2x1", *(pytest.param(g, marks=pytest.mark.soak) for g in GRIDS[1::2])]
+)
+def test_hugging_faces_numbers_are_those_of_one_device(grid, tmp_path):
+    # The Trainer repeats a loss for each row of a full batch, so on two devices it is wrong of another last one.
+    check = 6 if parts_of(grid) == 1 else 8
+    expected, everything = hugging_face(None, tmp_path / "alone", check)
+    ranks = run_ranks(hugging_face, 2, grid, tmp_path / "grid", check, preload=TRANSFORMERS, timeout=90)
+    for rank, (values, _) in enumerate(ranks):
+        for name in ("eval_loss", "losses", "tokens"):
+            assert values[name] == pytest.approx(expected[name], abs=1.1e-4), name  # four digits are logged
+        for name in ("total_flos", "num_parameters", "gather"):
+            assert values[name] == expected[name], name
+        assert values["reduce"] == [2 * parts_of(grid), 2]
+        check_numbers(values["numbers"], rank, grid)
+    assert union([share for _, share in ranks], grid) == everything
