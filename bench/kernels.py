@@ -191,10 +191,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     spent = time.perf_counter() - started
     narrow = Table(fp8.COLUMNS, path, {"bench": "fp8"}, [*failed, *(row for row in earlier if "scaling" in row)])
-    sizes = [(64, 48, 32)] if options.dry else fp8.SHAPES[:1] if options.smoke else fp8.SHAPES
+    fp8_shapes = [(64, 48, 32)] if options.dry else list(fp8.SHAPES[: 1 if options.smoke else None])
     rest = options.seconds - spent
     share = max(0.4 * rest, rest - OVERLAP_SECONDS)
-    measure("fp8's times", narrow, partial(fp8.measure, sizes, device, narrow, 7, share, CASE_SECONDS))
+    measure("fp8's times", narrow, partial(fp8.measure, fp8_shapes, device, narrow, 7, share, CASE_SECONDS))
     verdicts |= judge.fp8([] if options.dry else narrow.rows, SCALINGS)
 
     spent = time.perf_counter() - started
