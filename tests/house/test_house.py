@@ -80,6 +80,7 @@ PURE = {
     "axo.launch",
     "axo.placement",
     "axo.perf",
+    "axo.matmul.activations",
     "axo.matmul.cost",
 }
 STANDARD = {"torch", "triton", "numpy", "axo_kernels"}
@@ -159,8 +160,8 @@ def test_imports_go_down_only():
             if parts[0] != "axo" or len(parts) == 1 or parts[1] in ("_C", here):
                 continue
             target = parts[1] if parts[1] in LEVEL else axo._PUBLIC.get(parts[1], f"axo.{parts[1]}").split(".")[1]
-            if here == "perf" and name == "axo.matmul.cost":
-                continue  # the cost of an algorithm is arithmetic that stands beside the algorithm
+            if here == "perf" and name in ("axo.matmul.cost", "axo.matmul.activations"):
+                continue  # what an algorithm sends, multiplies and keeps is arithmetic that stands beside it
             if LEVEL.get(target, -1) >= LEVEL[here]:
                 wrong.append(f"{place(path, line)} imports {name}, which is not below it")
     assert not wrong, "\n".join(wrong)
@@ -171,7 +172,7 @@ CIRCLES = [
     "comm: communicator connect counting device memory transports work",
     "matmul: product shared_input",
     "nn: chain layer",
-    "overlap: buckets deferred engine events gathers gradients step_check zero",
+    "overlap: buckets deferred engine events gathers gradients step_check update_trial zero",
 ]
 
 
@@ -208,7 +209,7 @@ def test_no_new_circle_of_imports():
 # Habits that are being given up, in python/axo: a pattern, and how often it stands there still. No number may rise,
 # and what has become less is written down.
 AT_MOST = {
-    r"^\s*(found|here|made|held|known) = ": 193,  # a variable's name says what it is
+    r"^\s*(found|here|made|held|known) = ": 192,  # a variable's name says what it is
     r"__class__ = ": 15,  # an object keeps the class that it was made of
 }
 

@@ -109,7 +109,7 @@ def test_attention_is_counted_as_the_mask_leaves_it() -> None:
     grid, on = Grid(), machine.load("dgx-h100")
     attention = next(layer for block in workload.blocks for layer in block.layers if layer.kind == "attention")
     seconds, _, _ = layer_time.products(attention, grid, 131072, on, 131072)
-    assert seconds == pytest.approx(4 * 4096 * 131072 * 131073 / 2 / on.gemm_flops, rel=EXACT)
+    assert seconds == pytest.approx(4 * 4096 * 131072 * 131073 / 2 / on.attention_flops, rel=EXACT)
 
 
 def test_80b_takes_the_papers_25_days() -> None:

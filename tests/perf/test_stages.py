@@ -211,7 +211,7 @@ def test_a_row_with_stages_runs_as_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("axo.train.early.check_device", lambda what, device: (device, None))  # as if it were here
     for one in made.ranked[:6]:
         assert one.stages is not None
-        words = command_line(made, one).split()
+        words = command_line(made, one).replace(" DATA ", f" {__file__} ").split()
         done = CliRunner().invoke(cli.app, words[words.index("axo") + 1 :])
         assert done.exit_code == 0, done.output
         config = configs.pop()

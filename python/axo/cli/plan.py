@@ -89,7 +89,10 @@ def plan(
     if compare:
         if model or gpus:
             raise ValueError("--compare reads plans that --json wrote, and plans nothing; leave --model and --gpus out")
-        show_table("the best of each plan", output.compare_table([(str(path), _plan_file(path)) for path in compare]))
+        plans = [(str(path), _plan_file(path)) for path in compare]
+        show_table("the best of each plan", output.compare_table(plans))
+        if len(plans) > 1:
+            say(output.compared(plans))
         return
     if not model or not gpus:
         raise ValueError("name what is to be planned: --model NAME --gpus N (and --machine NAME)")
@@ -386,6 +389,8 @@ def _request(
     on = machine.load(machine_name or machine.measured_here())
     if network:
         on = on.with_network(network)
+    if gpus > 0:
+        on = on.of_nodes(gpus)
     workload = readers.read(model, seq_length=seq, checkpointed=checkpoint)
     batch = tokens_of(batch_tokens, batch=True)
     budget = float(tokens_of(tokens, batch=False))
@@ -454,19 +459,24 @@ def _print_plan(made: planner.GridPlan, top: int, chosen: Candidate | None, gpu_
 
     asked = made.request
     say(
-        f"{asked.workload.name}: {asked.workload.parameters / 1e9:.1f} billion parameters;"
+        f"{asked.workload.name}: {output.tokens_text(asked.workload.parameters)} parameters;"
         f" {asked.batch_tokens:,} tokens a batch ({asked.sequences:,} sequences of {asked.workload.seq_length})"
     )
-    calibrated = ", ".join(asked.machine.calibrated_on) or "nothing: its fractions are guesses (axo profile measures)"
-    described = f"{asked.machine.description}; " if asked.machine.description else ""
-    say(f"{asked.machine.name}: {described}calibrated on {calibrated}")
+    calibrated = ", ".join(asked.machine.calibrated_on) or "nothing (axo profile measures)"
+    on, (nodes, a_node) = asked.machine, asked.machine.nodes(asked.gpus)
+    described = f"{on.description}; " if on.description else ""
+    network = f"--network {on.network:g} Gb/s a node; " if on.network else ""
+    say(f"{on.name}: {described}{network}calibrated on {calibrated}")
+    if nodes > 1:
+        say(f"  {asked.gpus} GPUs are {nodes} nodes of {a_node}")
     if asked.machine.assumed:
         values = ", ".join(f"{name} {getattr(asked.machine, name):g}" for name in asked.machine.assumed)
-        say(f"  not in its file, so as measured on the papers' machines: {values}")
+        say(f"  not in its file, so assumed: {values}")
     show_table(
         f"{min(top, len(made.ranked))} of {len(made.ranked)} grids that fit; {len(made.left_out)} do not",
         output.plan_table(made, top),
     )
+    say(made.decision())
     if asked.tokens:
         say(_cost(made, gpu_hour))
     if any(one.run.offload for one in made.ranked[:top]):
@@ -478,6 +488,8 @@ def _print_plan(made: planner.GridPlan, top: int, chosen: Candidate | None, gpu_
     say("what runs each row:")
     for line in output.commands(made, top):
         say(f"  {line}")
+    for word, meaning in output.placeholders(made, top).items():
+        say(f"  {word}: {meaning}")
     say(made.why(made.best))
     found = others.others(made)
     for one in found:
@@ -495,11 +507,17 @@ def _print_plan(made: planner.GridPlan, top: int, chosen: Candidate | None, gpu_
 
 
 def _cost(made: planner.GridPlan, gpu_hour: float) -> str:
+    from axo.perf.output import tokens_text
+    from axo.perf.planner import INTERVAL
+
     hours, energy = made.gpu_hours(made.best), made.megawatt_hours(made.best)
-    text = (
-        f"{made.request.tokens:g} tokens on {made.best.name}: {made.days(made.best):.1f} days, {hours:,.0f} GPU hours"
-    )
-    text += f", {gpu_hour * hours:,.0f} at {gpu_hour:g} a GPU hour" if gpu_hour else ""
+    low, high = INTERVAL
+    days = made.days(made.best)
+    text = f"{tokens_text(made.request.tokens)} tokens on {made.best.name}: {days:.1f} days"
+    text += f" ({low * days:.1f} to {high * days:.1f}), {hours:,.0f} GPU hours"
+    if gpu_hour:
+        price = gpu_hour * hours
+        text += f", ${price:,.0f} (${low * price:,.0f} to ${high * price:,.0f}) at ${gpu_hour:g} a GPU hour"
     return text + (f", {energy:,.0f} MWh at {made.request.machine.watts:g} W a GPU" if energy else "")
 
 

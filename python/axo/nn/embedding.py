@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from axo.comm.connect import Communicators, check_comms
-from axo.matmul import cost
+from axo.matmul import activations, cost
 from axo.matmul.product import refuse_create_graph
 from axo.nn import chain
 from axo.nn.layer import ParallelLayer, default_device, label_of
@@ -142,6 +142,9 @@ class Embedding(ParallelLayer, nn.Embedding):
         mine = cost.rows_of(self.comms.arrangement, grid, rows, coords)
         whole = mine * self.embedding_dim if self.gather_output else 0
         return self._reduced(calls) + cost.relayout(grid, 0, whole, transposed=True, itemsize=itemsize)
+
+    def saved_bytes(self, rows: int, *, itemsize: int = 4) -> float:
+        return activations.embedding(self._rows(rows))
 
     def _check_range(self, ids: torch.Tensor) -> None:
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):

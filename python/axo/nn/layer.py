@@ -187,6 +187,27 @@ class ParallelLayer(nn.Module):
         """How often the weight is gathered in a step."""
         return 2 if input_grad and self.exchanges[0].engine.overlap.gather_cache in ("none", 0) else 1
 
+    def flops(self, rows: int) -> float:
+        """Return the flops of one forward pass on this rank; backward takes twice as many.
+
+        Args:
+            rows: Rows of one data-parallel group (all ranks along z together), as for ``cost``.
+        """
+        return 0.0
+
+    def saved_bytes(self, rows: int, *, itemsize: int = 4) -> float:
+        """Return the bytes of activations that autograd keeps of this layer for backward, on this rank.
+
+        Args:
+            rows: As for ``flops``.
+            itemsize: Bytes an element of what it computes in; of a norm, of its input.
+        """
+        raise NotImplementedError(f"{self.label()}: what it keeps for backward is not counted")
+
+    def _rows(self, rows: int) -> int:
+        """This rank's part of the rows of a data-parallel group."""
+        return cost.rows_of(self.comms.arrangement, self.comms.grid, rows, self.comms.coords)
+
     def _reduced(self, calls: list[cost.Call]) -> list[cost.Call]:
         """The calls with gradients in the dtype that this layer's engine reduces them in."""
         dtype = self.exchanges[0].engine.reduce_dtype

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from axo.comm.connect import Communicators, check_comms
-from axo.matmul import cost, engine_cost
+from axo.matmul import activations, cost, engine_cost
 from axo.matmul.blocks import layer_matmul
 from axo.matmul.cost import Call
 from axo.matmul.shared_input import SharedInput
@@ -300,6 +300,15 @@ class Linear(ParallelLayer, nn.Linear):
             *cost.relayout(grid, before, 0, transposed=transposed, itemsize=given, arrangement=arrangement),
             *cost.relayout(grid, 0, after, transposed=transposed, itemsize=itemsize, arrangement=arrangement),
         ]
+
+    def flops(self, rows: int) -> float:
+        return activations.linear_flops(self._rows(rows), self._matrix().shape[1], self.matmul.exchange.block_rows)
+
+    def saved_bytes(self, rows: int, *, itemsize: int = 4) -> float:
+        """As of any layer; where layers share an input, the first keeps it for all."""
+        if self.shared_input is not None and not self.sums_input_grad:
+            return 0.0
+        return activations.linear(self._rows(rows), self._matrix().shape[1], itemsize)
 
     def _reduced(self, calls: list[Call]) -> list[Call]:
         if self.matmul.exchange.fp8 is not None:

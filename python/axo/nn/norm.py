@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from axo.comm.connect import Communicators
-from axo.matmul import cost
+from axo.matmul import activations, cost
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device, label_of
 from axo.overlap.exchange import Exchange
@@ -128,6 +128,9 @@ class _Norm(ParallelLayer):
                 coords=self.comms.coords,
             )
         )
+
+    def saved_bytes(self, rows: int, *, itemsize: int = 4) -> float:
+        return activations.norm(self._rows(rows), self.local_features, itemsize, centered=self.centered)
 
     def extra_repr(self) -> str:
         return f"{self.features}, eps={getattr(self, 'eps', None)}, split over {self.out_axis}, grid={self.comms.grid}"

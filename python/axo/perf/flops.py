@@ -12,6 +12,7 @@ both agree for a GPT. Norms, activations, softmax and the optimizer are not coun
 
 from __future__ import annotations
 
+from axo.matmul import activations
 from axo.perf.workload import Layer, Workload
 
 
@@ -27,7 +28,8 @@ def narayanan(batch: float, seq_length: int, layers: int, hidden: int, vocab: in
 def forward_flops(layer: Layer, rows: float, seq_length: int, *, full_attention: bool = False) -> float:
     """Return the flops of one layer's forward for ``rows`` tokens of a whole batch."""
     if layer.kind == "linear":
-        return 2.0 * rows * layer.rows * layer.experts * layer.in_features * layer.out_features
+        whole = rows * layer.rows * layer.experts
+        return activations.linear_flops(whole, layer.in_features, layer.out_features)
     if layer.kind == "attention":
         return 4.0 * rows * (seq_length if full_attention else seen(seq_length)) * layer.in_features
     return 0.0

@@ -10,17 +10,16 @@ It does not know what overlaps what: ``axo.perf.model`` and ``axo.perf.simulator
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from axo.arrangement import AXONN, Arrangement
 from axo.grid import AXES, Coords, Grid
 from axo.matmul import cost
 from axo.perf.flops import seen
 from axo.perf.machine import Machine
-from axo.perf.workload import NORM, Layer
+from axo.perf.workload import NORM, Block, Layer
 
-T = TypeVar("T")
 OVERLAPS = ("oar", "ors", "oag")
 PRECISIONS = {  # bytes of RunOptions.itemsize, stream and weights
     "bf16-mixed": {"itemsize": 2, "stream": 4, "weights": 4},
@@ -90,17 +89,6 @@ class RunOptions:
     def group_rows(self, grid: Grid) -> int:
         """Rows of one data-parallel group and micro-batch: m of the equations."""
         return self.rows or max(1, round(self.batch_tokens / (grid.data * self.micro_batches)))
-
-
-def changed(one: T, **fields: object) -> T:
-    """Return a copy of a frozen dataclass in which ``fields`` have other values.
-
-    As ``dataclasses.replace``, but several times faster, for a search makes tens of thousands of copies: ``__init__``
-    and ``__post_init__`` do not run, names are not checked, and values of cached properties come along.
-    """
-    made = object.__new__(type(one))
-    vars(made).update(vars(one), **fields)
-    return made
 
 
 class Network:
@@ -355,20 +343,15 @@ class MicroBatch(NamedTuple):
 
 
 class Costs:
-    """What plans of one request share: networks, and blocks, of which most does not depend on data.
-
-    Layers and blocks are known by their ``id``: they live as long as the request's workload, and a hash of all their
-    fields would take longer than what it saves.
-    """
+    """What plans of one request share: networks, and blocks, of which most does not depend on data."""
 
     def __init__(self, machine: Machine, seq_length: int) -> None:
         self.machine, self.seq_length = machine, seq_length
         self._networks: dict[Grid, Network] = {}
-        self._layers: dict[tuple[int, ...], dict[int, LayerCost]] = {}
-        self._blocks: dict[tuple[int, ...], BlockCost] = {}
-        self._alike: dict[Layer, int] = {}
-        self._numbers: dict[int, int] = {}
-        self.micro_batches: dict[tuple[float, ...], MicroBatch] = {}
+        self._layers: dict[tuple[int, ...], dict[Layer, LayerCost]] = {}
+        self._blocks: dict[tuple[object, ...], BlockCost] = {}
+        self._alike: dict[Layer, Layer] = {}
+        self.micro_batches: dict[tuple[object, ...], MicroBatch] = {}
 
     def network(self, grid: Grid) -> Network:
         """The network of one grid."""
@@ -376,24 +359,17 @@ class Costs:
             self._networks[grid] = Network(self.machine, grid)
         return self._networks[grid]
 
-    def _number(self, layer: Layer) -> int:
-        """A number that layers share if they differ in their names only."""
-        if id(layer) not in self._numbers:
-            same = replace(layer, name="")
-            self._numbers[id(layer)] = self._alike.setdefault(same, len(self._alike))
-        return self._numbers[id(layer)]
-
-    def block(self, layers: tuple[Layer, ...], grid: Grid, rows: int, run: RunOptions) -> BlockCost:
+    def block(self, block: Block, grid: Grid, rows: int, run: RunOptions) -> BlockCost:
         """The cost of a block; ``rows`` of one data-parallel group."""
         here = (grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel)
-        if (*here, id(layers)) not in self._blocks:
+        if (*here, block.once) not in self._blocks:
             network, known = self.network(grid), self._layers.setdefault(here, {})
-            numbers = [self._number(layer) for layer in layers]
-            for number, layer in zip(numbers, layers, strict=True):
-                if number not in known:
-                    known[number] = layer_cost(layer, grid, rows, run, self.machine, network, self.seq_length)
-            self._blocks[*here, id(layers)] = block_cost(layers, [known[number] for number in numbers], run)
-        return self._blocks[*here, id(layers)]
+            alike = [self._alike.setdefault(layer.nameless, layer.nameless) for layer in block.layers]
+            for layer in alike:
+                if layer not in known:
+                    known[layer] = layer_cost(layer, grid, rows, run, self.machine, network, self.seq_length)
+            self._blocks[*here, block.once] = block_cost(block.layers, [known[layer] for layer in alike], run)
+        return self._blocks[*here, block.once]
 
 
 def products(
@@ -421,7 +397,7 @@ def _products(
         seconds = layer.experts * machine.gemm_seconds(my_rows, *layer.local_sizes(grid))
         return seconds, seconds if layer.input_grad else 0.0, seconds
     if layer.kind == "attention":
-        seconds = 4.0 * my_rows * seen(seq_length) * cost.chunk(layer.in_features, x) / machine.gemm_flops
+        seconds = 4.0 * my_rows * seen(seq_length) * cost.chunk(layer.in_features, x) / machine.attention_flops
         return seconds, 2.0 * seconds, 0.0
     if layer.kind in ("pointwise", "norm"):
         forward, backward = NORM if layer.kind == "norm" else layer.moves

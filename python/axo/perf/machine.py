@@ -23,6 +23,9 @@ import yaml
 from axo import files
 from axo.grid import Grid
 
+# Flops of a fused attention kernel for each byte that memory could move in its time, fitted as ``ASSUMED`` says. Its
+# tiles live in registers and shared memory: from A100 to H100 its rate has grown with memory, not with products.
+ATTENTION_INTENSITY = 55.0
 _FOLDER = Path(__file__).parent / "data" / "machines"
 PROFILED = "machine.yaml"  # where axo profile writes
 
@@ -57,6 +60,7 @@ class Machine:
         network_fraction: Share of ``inter_gbs`` that collectives reach (calibrated).
         contention: Share of a GPU's products that is lost while a collective runs beside them (its kernels take units).
         watts: Power of one GPU with its share of the node; 0: not known.
+        attention_tflops: Rate of a fused attention kernel; 0: ``ATTENTION_INTENSITY`` times ``memory_gbs``.
         host_link_gbs: Between a GPU and its host, one direction.
         host_memory_gbs: A GPU's share of the bandwidth of the host's memory.
         gemms: Measured products, where there are any.
@@ -82,6 +86,7 @@ class Machine:
     network_fraction: float = 1.0
     contention: float = 0.0
     watts: float = 0.0
+    attention_tflops: float = 0.0
     host_link_gbs: float = 25.0
     host_memory_gbs: float = 25.0
     gemms: tuple[Gemm, ...] = ()
@@ -134,10 +139,26 @@ class Machine:
         """True when peers on ``axis`` stand on different nodes."""
         return grid.size(axis) > 1 and grid.stride(axis) * grid.size(axis) > self.gpus_per_node
 
+    def nodes(self, gpus: int) -> tuple[int, int]:
+        """Return (nodes, ranks of each) on which so many GPUs stand: as few nodes as have equally many."""
+        a_node = next(each for each in range(min(gpus, self.gpus_per_node), 0, -1) if gpus % each == 0)
+        return gpus // a_node, a_node
+
+    def of_nodes(self, gpus: int) -> Machine:
+        """Return this machine with nodes of as many GPUs as so many stand on."""
+        nodes, a_node = self.nodes(gpus)
+        return self if nodes == 1 or a_node == self.gpus_per_node else replace(self, gpus_per_node=a_node)
+
     @property
     def gemm_flops(self) -> float:
         """Flop/s of a large product inside a training step."""
         return 1e12 * self.gemm_tflops * self.gemm_fraction
+
+    @property
+    def attention_flops(self) -> float:
+        """Flop/s of a fused attention kernel inside a training step, of scores that the causal mask leaves."""
+        rate = 1e12 * self.attention_tflops or ATTENTION_INTENSITY * 1e9 * self.memory_gbs
+        return min(rate, self.gemm_flops)
 
     def gemm_seconds(self, m: int, k: int, n: int) -> float:
         """Return the time of one product: of the nearest measured one, else its flops and its bytes (bf16) added."""
@@ -238,10 +259,11 @@ def _read(path: Path) -> Machine:
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-# What a machine file that does not say it gets: what the papers' machines were measured to reach (gemm_fraction: the
-# mean of the three), NCCL's own tuning constants, and a quarter of a GPU's units busy with collectives.
+# What a machine file that does not say it gets: gemm_fraction, fitted with ATTENTION_INTENSITY on four published runs
+# on A100 and H100 (``axo bench exam``); what the papers' machines were measured to reach of the network; NCCL's own
+# tuning constants; and a quarter of a GPU's units busy with collectives.
 ASSUMED = {
-    "gemm_fraction": 0.61,
+    "gemm_fraction": 0.96,
     "network_fraction": 0.94,
     "latency_intra_us": 3.4,
     "latency_inter_us": 14.0,
@@ -252,6 +274,7 @@ _MOST = 1e15  # of any number in a file, so that nothing computed from it is inf
 _MOST_A_NODE = 65536
 
 # The numbers of a file, and whether each must be given; ``network`` is of the command.
+_MAY_BE_ZERO = ("latency", "layer", "contention", "attention")
 _NUMBERS = {each.name: each.default is MISSING for each in fields(Machine) if each.type == "float"}
 del _NUMBERS["network"]
 _OTHERS = "name gpus_per_node intra_gbs cross_gbs gemms calibrated_on description sources profiled".split()
@@ -304,7 +327,7 @@ class _MachineReader:
         if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= _MOST_A_NODE:
             raise self.fail("gpus_per_node", f"{files.shown(gpus)} is not a whole number from 1 to {_MOST_A_NODE}")
         numbers = {
-            name: self.number(name, self.values[name], zero=name.startswith(("latency", "layer", "contention")))
+            name: self.number(name, self.values[name], zero=name.startswith(_MAY_BE_ZERO))
             for name in _NUMBERS
             if name in self.values
         }

@@ -41,6 +41,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from axo.grid import Grid
+from axo.matmul import activations
 from axo.matmul.cost import chunk
 from axo.perf.layer_time import RunOptions, ends_block
 from axo.perf.machine import Machine
@@ -130,11 +131,11 @@ class _OfBlock(NamedTuple):
     peaks: dict[tuple[float, bool], float]  # what ``_backward`` found, by what it depends on
 
 
-KnownBlocks = dict[tuple[float, ...], _OfBlock]
+KnownBlocks = dict[tuple[object, ...], _OfBlock]
 
 
 def _of_block(block: Block, grid: Grid, rows: int, run: RunOptions, known: KnownBlocks) -> _OfBlock:
-    key = (id(block.layers), grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel)
+    key = (block.once, grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel)
     if key not in known:
         layers = [_of_layer(layer, grid, rows, run) for layer in block.layers]
         columns = list(zip(*layers, strict=True))
@@ -386,15 +387,15 @@ def _heads(layer: Layer, grid: Grid) -> tuple[int, int]:
 def saved(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> float:
     """Bytes that one layer keeps for its backward; ``rows`` of one rank."""
     my_rows = _rows(layer, grid, rows, run)
-    if layer.kind == "loss":  # the logits, before they are capped too, ids, and two statistics a row
-        logits = run.itemsize * (1 + layer.capped) * chunk(layer.out_features, grid.x)
-        return my_rows * (logits + 8 + 2 * FP32)
+    if layer.kind == "loss":
+        columns = chunk(layer.out_features, grid.x)
+        return activations.cross_entropy(my_rows, columns, run.itemsize, capped=layer.capped)
     if layer.kind == "norm":
-        statistics = FP32 * my_rows * (2 if layer.norm == "layernorm" else 1)
-        width = 0 if layer.shares_input else chunk(layer.in_features, grid.size(layer.over or "x"))
-        return statistics + _itemsize(layer, run) * my_rows * width
+        width, centered = chunk(layer.in_features, grid.size(layer.over or "x")), layer.norm == "layernorm"
+        of_input = _itemsize(layer, run)
+        return activations.norm(my_rows, width, of_input, centered=centered, shares_input=layer.shares_input)
     if layer.kind == "embedding":
-        return 8.0 * my_rows
+        return activations.embedding(my_rows)
     if layer.kind == "linear":
         # Tokens that are gathered come in the dtype of products, once for all that read them; an input whose gradients
         # are added up and summed over x is cast once; else each casts its own.
@@ -402,7 +403,7 @@ def saved(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> float:
         once = split or grid.x > 1 or run.stream == run.itemsize
         if layer.shares_input and not (split and layer.gathers) and once:
             return 0.0
-        return run.itemsize * my_rows * layer.local_sizes(grid)[0]
+        return activations.linear(my_rows, layer.local_sizes(grid)[0], run.itemsize)
     if layer.kind == "attention":  # q, k and the output; v where each head's is a copy of its group's
         heads, groups = _heads(layer, grid)
         tensors = run.itemsize * (3 + (groups < heads) - (layer.scores > 0)) * chunk(layer.in_features, grid.x)

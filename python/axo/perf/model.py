@@ -90,12 +90,12 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: RunOptions, k
 def micro_batch(workload: Workload, grid: Grid, run: RunOptions, known: Costs) -> MicroBatch:
     """Lay the collectives of one micro-batch over its products."""
     rows = run.group_rows(grid)
-    way = (id(workload), run.selective, run.cached_gathers, run.sequence_parallel)
+    way = (workload, run.selective, run.cached_gathers, run.sequence_parallel)
     key = (grid.x, grid.y, grid.z, grid.data > 1, rows, *way)
     if key not in known.micro_batches:
         pieces = _Pieces(run, known.network(grid))
         for block in workload.blocks:
-            pieces.block(block, known.block(block.layers, grid, rows, run))
+            pieces.block(block, known.block(block, grid, rows, run))
         known.micro_batches[key] = pieces.finish()
     return known.micro_batches[key]
 

@@ -16,10 +16,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from axo.grid import AXES
-from axo.perf.command import command_line
+from axo.perf.command import PLACEHOLDERS, command_line, litgpt_line
 from axo.perf.memory import GIB
 from axo.perf.others import Other, others
-from axo.perf.planner import Candidate, GridPlan
+from axo.perf.planner import INTERVAL, Candidate, GridPlan
 from axo.perf.stages import Stages
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Table = tuple[list[str], list[list[str]]]  # header and rows, as text
 SHOWN = 20  # grids on the page
-_NUMBER = re.compile(r"[+-]?[\d.]+(e[+-]?\d+)?%?")
+_NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?%?")
 
 
 def text_columns(table: Table) -> list[bool]:
@@ -78,7 +78,9 @@ def candidate_json(made: GridPlan, candidate: Candidate) -> dict[str, Any]:
             "sequence_parallel": candidate.run.sequence_parallel,
             "offload": "optimizer" if candidate.run.offload else "none",
             "why": made.why(candidate),
+            "tokens_per_second_per_gpu": made.tokens_a_second(candidate),
             "command": command_line(made, candidate),
+            "litgpt_command": litgpt_line(made, candidate),
         }
         if made.request.tokens:
             found["days"] = made.days(candidate)
@@ -94,6 +96,8 @@ def plan_json(made: GridPlan, *, gpu_hour: float = 0.0) -> dict[str, Any]:
         "model": asked.workload.name,
         "parameters": asked.workload.parameters,
         "machine": asked.machine.name,
+        "network_gbits": asked.machine.network,
+        "interval": list(INTERVAL),
         "calibrated_on": list(asked.machine.calibrated_on),
         "gpus": asked.gpus,
         "batch_tokens": asked.batch_tokens,
@@ -137,8 +141,8 @@ def plan_table(made: GridPlan, top: int) -> Table:
     products, by axis the communication time that they do not hide, other (the optimizer, and by how much hidden
     communication slows products), and with stages what these wait for each other.
     """
-    header = ["", "grid", "step s", "% HFU", "products s", "other s", *(f"{axis} s" for axis in AXES)]
-    header += ["hidden s", "GiB", "micro", "kept"]
+    header = ["", "grid", "step s", "tokens/s a GPU", "% MFU", "% HFU", "products s", "other s"]
+    header += [*(f"{axis} s" for axis in AXES), "GiB", "micro", "kept"]
     if made.request.tokens:
         header.append("days")
     if made.request.search:
@@ -153,9 +157,10 @@ def plan_table(made: GridPlan, top: int) -> Table:
     for number, candidate in enumerate(made.ranked[:top], 1):
         time, held = candidate.time, candidate.memory
         assert time is not None and held is not None
-        shown = [time.compute, time.contention + time.optimizer, *time.exposed.values(), time.hidden]
+        shown = [time.compute, time.contention + time.optimizer, *time.exposed.values()]
         grid = candidate.name if candidate.stages is None else str(candidate.grid)
-        row = [str(number), grid, f"{time.total:.2f}", f"{made.percent_of_peak(candidate):.1f}"]
+        row = [str(number), grid, f"{time.total:.2f}", f"{made.tokens_a_second(candidate):,.0f}"]
+        row += [f"{made.percent_of_peak(candidate, model_flops=mfu):.1f}" for mfu in (True, False)]
         row += [*(f"{seconds:.2f}" for seconds in shown), f"{held.total / GIB:.1f}", str(candidate.run.micro_batches)]
         row.append(f"{100 * candidate.run.cached_gathers:.0f}%")
         if made.request.tokens:
@@ -203,7 +208,7 @@ def compare_table(plans: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     Raises:
         ValueError: A file holds no plan.
     """
-    header = ["file", "model", "machine", "GPUs", "tokens a batch", "grid", "step s", "tokens/s", "% HFU", "GiB"]
+    header = "file,model,machine,network,GPUs,tokens a batch,grid,step s,tokens/s,% HFU,GiB".split(",")
     header += ["GPU hours a billion tokens", "price", "MWh"]
     rows = []
     for name, made in plans:
@@ -215,6 +220,7 @@ def compare_table(plans: Sequence[tuple[str, dict[str, Any]]]) -> Table:
                 name,
                 made["model"],
                 made["machine"],
+                f"{made['network_gbits']:g} Gb/s" if made.get("network_gbits") else "",
                 str(made["gpus"]),
                 f"{made['batch_tokens']:,}",
                 best.get("name", best["grid"]),
@@ -229,9 +235,41 @@ def compare_table(plans: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     return header, [row for _, row in sorted(rows, key=lambda one: one[0])]
 
 
+def compared(plans: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Say in one sentence what the dearest of plans costs against the cheapest, a token; each of them fits."""
+
+    def hours(made: dict[str, Any]) -> float:
+        return float(made["gpus"] * made["ranked"][0]["step_s"] / made["batch_tokens"])
+
+    each = sorted(((hours(made), name, made) for name, made in plans), key=lambda one: one[0])
+    (low, name, cheap), (high, other, dear) = each[0], each[-1]
+    return (
+        f"a token costs {high / low:.3g} times as many GPU hours in {other} ({dear['model']} on {dear['machine']}) as"
+        f" in {name} ({cheap['model']} on {cheap['machine']}); both fit"
+    )
+
+
 def commands(made: GridPlan, top: int) -> list[str]:
-    """Return the command line of each of the best ``top`` rows, numbered as in the table."""
-    return [f"{number}: {command_line(made, one)}" for number, one in enumerate(made.ranked[:top], 1)]
+    """Return the command lines of each of the best ``top`` rows, numbered as in the table."""
+    found = []
+    for number, one in enumerate(made.ranked[:top], 1):
+        for line in (command_line(made, one), litgpt_line(made, one)):
+            found += [f"{number}: {line}"] if line else []
+    return found
+
+
+def placeholders(made: GridPlan, top: int) -> dict[str, str]:
+    """What stands in the commands for what the user has, and what it is."""
+    text = "\n".join(commands(made, top))
+    return {word: meaning for word, meaning in PLACEHOLDERS.items() if word in text}
+
+
+def tokens_text(tokens: float) -> str:
+    """A count in words: ``1T``, ``1.5T``, ``300B``."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if tokens >= size:
+            return f"{tokens / size:.3g}{unit}"
+    return f"{tokens:g}"
 
 
 def memory_table(candidate: Candidate) -> Table:

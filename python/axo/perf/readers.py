@@ -2,7 +2,7 @@
 
     read("gpt-80b")               Table II of "Democratizing AI"; read("unet-1b"): Table II of "A 4D Hybrid Algorithm"
     read("pythia-1.4b")           a LitGPT name; only the file that has its list is imported, so no torch
-    read("path/config.json")      Hugging Face: Llama, Mistral, Qwen 2, GPT-NeoX, GPT-2 and what has their fields
+    read("path/config.json")      Hugging Face: what transformers' own class builds (``axo.perf.hugging_face``)
     read("path/model_config.yaml")    LitGPT's own file
     from_module(model, seq_length=2048)   any nn.Module, looked at by class names, so that torch is not imported here
 
@@ -11,10 +11,11 @@ Mixtures of experts count as if every expert had its even share of the rows.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,8 +28,7 @@ from axo import files
 from axo.perf.workload import ACTIVATION, Block, Experts, Layer, Workload, gpt, unet
 
 _DATA = Path(__file__).parent / "data"
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_POST_NORMS = ("olmo2", "gemma2", "gemma3", "gemma3_text")
+_USE = "use a model of the papers (gpt-5b, unet-1b), a LitGPT name, a config.json or a model_config.yaml"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -92,22 +92,46 @@ def _from_file(path: Path, seq_length: int | None) -> Workload:
     name = path.parent.name or path.stem
     try:
         if "n_embd" in fields and "padded_vocab_size" in fields:
-            return replace(from_litgpt(fields, seq_length=seq_length), trained_as=str(path))
-        name = files.cut(str(fields.get("_name_or_path") or name), 200)
-        return from_hugging_face(fields, name=name, seq_length=seq_length)
+            read = from_litgpt({"name": name, **fields}, seq_length=seq_length)
+            return replace(read, trained_as=str(path), file=str(path))
+        from axo.perf import hugging_face
+
+        return replace(hugging_face.read(fields, name=files.cut(name, 200), seq_length=seq_length), file=str(path))
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
         raise ValueError(f"model file {path}: {error}") from None
 
 
 def _from_litgpt_name(name: str, seq_length: int | None) -> Workload:
-    unknown = f"model {name!r} is not known; use one of {', '.join(known())}, a LitGPT name, a config.json"
     if importlib.util.find_spec("litgpt") is None:
-        raise ValueError(f"{unknown} (LitGPT is not installed: pip install 'axo[litgpt]')")
-    try:
-        config = litgpt_module("litgpt.config").Config.from_name(name)
-    except ValueError:
-        raise ValueError(f"{unknown} or a model_config.yaml") from None
-    return replace(from_litgpt(vars(config), seq_length=seq_length), trained_as=name)
+        near = _nearest(name, known())
+        raise ValueError(
+            f"model {name!r} is not known{near}; {_USE} (LitGPT is not installed: pip install 'axo[litgpt]')"
+        )
+    fields = litgpt_fields(name)
+    if fields is None:
+        near = _nearest(name, [*known(), *litgpt_module("litgpt.config").name_to_config])
+        raise ValueError(f"model {name!r} is not known{near}; {_USE}")
+    config = litgpt_module("litgpt.config").Config(**fields)
+    return replace(from_litgpt(vars(config), seq_length=seq_length), trained_as=str(fields["name"]))
+
+
+def litgpt_fields(name: str) -> dict[str, Any] | None:
+    """The fields of LitGPT's configuration of that name, LitGPT's or Hugging Face's; None: there is none."""
+    litgpt = litgpt_module("litgpt.config")
+    if name in litgpt.name_to_config:
+        return dict(litgpt.name_to_config[name])
+    for fields in litgpt.configs:
+        hugging_face = fields["hf_config"]
+        theirs, org = hugging_face.get("name"), hugging_face.get("org")
+        if name in (theirs, f"{org}/{theirs}", f"{org}/{fields['name']}"):
+            return dict(fields)
+    return None
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    by_lower = {each.lower(): each for each in names}
+    near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), by_lower, n=4, cutoff=0.4)
+    return f"; the nearest are {', '.join(by_lower[match] for match in near)}" if near else ""
 
 
 def litgpt_file(name: str) -> Path:
@@ -147,16 +171,21 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
     """
     name = str(config.get("name") or "litgpt model")
     kind = config.get("mlp_class_name", "GptNeoxMLP")
-    _refuse_latent(config, name, "latent_attention")
-    experts = None
+    if config.get("latent_attention"):
+        raise ValueError(f"model {name!r}: latent attention is not modelled; plan a model with plain attention")
+    layers, stacks = _field(config, name, "n_layer"), list[tuple[int, Experts | None]]()
     if kind == "LLaMAMoE":
-        experts = _experts(config, name, ("n_expert",), "n_expert_per_token", "n_shared_expert")
+        width = _field(config, name, "moe_intermediate_size", "intermediate_size")
+        dense = min(layers, _optional(config, name, "first_k_dense_replace"))
+        experts = Experts(_field(config, name, "n_expert"), _field(config, name, "n_expert_per_token"), width,
+                          width * _optional(config, name, "n_shared_expert"))  # fmt: skip
+        stacks = [run for run in ((dense, None), (layers - dense, experts)) if run[0]]
     norm_qk = ("all" if config.get("norm_qk_type") == "olmo2" else "heads") if config.get("norm_qk") else ""
     pre_norms = config.get("norm_1", True) + (config.get("norm_2", True) and not config.get("shared_attention_norm"))
     heads = _field(config, name, "n_head")
     workload = gpt(
         name,
-        layers=_field(config, name, "n_layer"),
+        layers=layers,
         hidden=_field(config, name, "n_embd"),
         heads=heads,
         kv_heads=_optional(config, name, "n_query_groups") or heads,
@@ -173,51 +202,13 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
         parallel=bool(config.get("parallel_residual", True)),
         post_norms=(bool(config.get("post_attention_norm")), bool(config.get("post_mlp_norm"))),
         norm_qk=norm_qk,
-        experts=experts,
+        stacks=stacks,
         caps=(bool(config.get("attention_logit_softcapping")), bool(config.get("final_logit_softcapping"))),
     )
     size = _optional(config, name, "head_size") or workload.hidden // heads
     turned = int(size * config.get("rotary_percentage", 0.25)) * (2 if config.get("rope_indices") else 1)
-    return replace(workload, tables=2 * workload.seq_length * turned)  # sines and cosines
-
-
-def from_hugging_face(config: Mapping[str, Any], *, name: str = "model", seq_length: int | None = None) -> Workload:
-    """Read the fields of a Hugging Face config.json.
-
-    Raises:
-        ValueError: A field is missing, or latent attention, which is not modelled.
-    """
-    kind = str(config.get("model_type", ""))
-    _refuse_latent(config, name, "kv_lora_rank")
-    experts = None
-    if any(config.get(field) for field in _EXPERTS):
-        if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
-            raise ValueError(f"model {name!r}: experts in some blocks only are modelled where the others come first")
-        experts = _experts(config, name, _EXPERTS, "num_experts_per_tok", "n_shared_experts")
-    norm_qk = "all" if kind == "olmo2" else "heads" if kind.startswith(("qwen3", "gemma3")) else ""
-    gated = kind not in ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "phi", "falcon", "starcoder2")
-    heads = _field(config, name, "num_attention_heads", "n_head")
-    return gpt(
-        name,
-        layers=_field(config, name, "num_hidden_layers", "n_layer"),
-        hidden=_field(config, name, "hidden_size", "n_embd"),
-        heads=heads,
-        kv_heads=_optional(config, name, "num_key_value_heads") or heads,
-        head_size=_head_size(config, name, "head_dim", heads),
-        intermediate=_optional(config, name, "intermediate_size") or _optional(config, name, "n_inner"),
-        vocab=_field(config, name, "vocab_size"),
-        seq_length=_seq_length(seq_length, config.get("max_position_embeddings") or config.get("n_positions")),
-        gated=gated,
-        bias=not gated,
-        qkv_bias=not gated or kind.startswith("qwen2") or bool(config.get("attention_bias")),
-        norm="rmsnorm" if gated else "layernorm",
-        norms=0 if kind == "olmo2" else 2,
-        parallel=bool(config.get("use_parallel_residual", kind in ("gpt_neox", "gptj", "falcon", "phi"))),
-        post_norms=(kind in _POST_NORMS, kind in _POST_NORMS),
-        norm_qk=norm_qk,
-        experts=experts,
-        caps=(bool(config.get("attn_logit_softcapping")), bool(config.get("final_logit_softcapping"))),
-    )
+    longest = config.get("block_size") or 0
+    return replace(workload, longest=longest, tables=2 * workload.seq_length * turned)  # sines and cosines
 
 
 def from_module(module: Any, *, seq_length: int, name: str | None = None) -> Workload:
@@ -259,22 +250,6 @@ def from_module(module: Any, *, seq_length: int, name: str | None = None) -> Wor
         raise ValueError("model: no layer with parameters found")
     blocks = tuple(Block((layer,)) for layer in layers)
     return Workload(name or type(module).__name__, blocks, seq_length=seq_length, hidden=hidden)
-
-
-def _experts(config: Mapping[str, Any], name: str, count: tuple[str, ...], per_token: str, shared: str) -> Experts:
-    """The mixture of experts of a configuration, three of whose fields each format calls otherwise."""
-    return Experts(
-        _field(config, name, *count),
-        _field(config, name, per_token),
-        _field(config, name, "moe_intermediate_size", "intermediate_size"),
-        _optional(config, name, shared),
-        _optional(config, name, "first_k_dense_replace"),
-    )
-
-
-def _refuse_latent(config: Mapping[str, Any], name: str, field: str) -> None:
-    if config.get(field):
-        raise ValueError(f"model {name!r}: latent attention is not modelled; plan a model with plain attention")
 
 
 def _field(config: Mapping[str, Any], name: str, *names: str) -> int:

@@ -28,7 +28,7 @@ from axo.grid import AXES, Grid
 from axo.matmul.cost import chunk
 from axo.perf import cut, memory
 from axo.perf import pipeline_schedule as schedules
-from axo.perf.layer_time import Costs, RunOptions, changed, data_seconds, optimizer_seconds
+from axo.perf.layer_time import Costs, RunOptions, data_seconds, optimizer_seconds
 from axo.perf.machine import Machine
 from axo.perf.memory import Memory
 from axo.perf.model import StepTime
@@ -133,27 +133,27 @@ class Known(Costs):
         self._states: dict[tuple[int, bool], RunOptions] = {}
         self._kept: dict[tuple[object, ...], dict[int, float]] = {}
         self._ends: dict[Grid, dict[tuple[object, ...], tuple[float, float]]] = {}
-        self._cuts: dict[int, tuple[Cut, Stages]] = {}
-        self._block_stacks: dict[int, cut.BlockStack] = {}
-        self._workloads: dict[tuple[int, BlockCounts], Workload] = {}
+        self._cuts: dict[tuple[Workload, Stages], Cut] = {}
+        self._block_stacks: dict[Workload, cut.BlockStack] = {}
+        self._workloads: dict[tuple[Workload, BlockCounts], Workload] = {}
         self._stages: dict[tuple[int, str], Stages] = {}
 
     def memory(self, workload: Workload, grid: Grid, run: RunOptions) -> Memory:
         """``memory.estimate`` of a whole model: of data it depends only where ZeRO cuts over it, or it is 1."""
         cut = (run.zero, grid.data) if run.zero else (0, grid.data > 1)
         way = (run.rows, run.micro_batches > 1, run.cached_gathers, run.selective, run.sequence_parallel)
-        key = (id(workload), grid.x, grid.y, grid.z, *cut, *way, run.offload)
+        key = (workload, grid.x, grid.y, grid.z, *cut, *way, run.offload)
         if key not in self._memories:
             there = self._memories.get((*key[:-1], False)) if run.offload else None
             if there is None:
                 self._memories[key] = memory.estimate(workload, grid, run, self._block_memories)
             else:
-                self._memories[key] = changed(there, optimizer=0.0)
+                self._memories[key] = replace(there, optimizer=0.0)
         return self._memories[key]
 
     def part(self, workload: Workload, blocks: BlockCounts) -> Workload:
         """The part of a model that a rank of a pipeline has."""
-        key = (id(workload), blocks)
+        key = (workload, blocks)
         if key not in self._workloads:
             kinds = self.block_stack(workload).kinds
             each = tuple(replace(kinds[kind], repeat=times) for kind, times in blocks)
@@ -163,14 +163,14 @@ class Known(Costs):
     def state(self, run: RunOptions, zero: int, offload: bool) -> RunOptions:
         """A run with this place of the optimizer's state; all else is that of any run of the request."""
         if (zero, offload) not in self._states:
-            self._states[zero, offload] = changed(run, zero=zero, offload=offload)
+            self._states[zero, offload] = replace(run, zero=zero, offload=offload)
         return self._states[zero, offload]
 
     def block_stack(self, workload: Workload) -> cut.BlockStack:
         """The blocks of a model as stages see them."""
-        if id(workload) not in self._block_stacks:
-            self._block_stacks[id(workload)] = cut.BlockStack(workload)
-        return self._block_stacks[id(workload)]
+        if workload not in self._block_stacks:
+            self._block_stacks[workload] = cut.BlockStack(workload)
+        return self._block_stacks[workload]
 
     def stages(self, workload: Workload, ranks: int, schedule: str, pieces: int) -> Stages | str:
         """``planned`` stages for so many micro-batches, or why there are none."""
@@ -203,25 +203,25 @@ class StageTimes:
         self._kept_of = known._kept.setdefault(way, {})
         self._ends = known._ends.setdefault(grid, {})
         self._message_bytes, self._message = self.message(), self.message_seconds()
-        self._least: dict[int, list[tuple[int, float]]] = {}  # by stages: parameters, and what does not go with them
+        self._least: dict[Stages, list[tuple[int, float]]] = {}  # by stages: parameters, and what does not go with them
 
     def with_state(self, zero: int, *, offload: bool) -> StageTimes:
         """The same with another place for the optimizer's state, on which blocks do not depend."""
         if (self.run.zero, self.run.offload) == (zero, offload):
             return self
         other = copy.copy(self)
-        other.run = changed(self.run, zero=zero, offload=offload)
+        other.run = replace(self.run, zero=zero, offload=offload)
         return other
 
     def keeping(self, share: float) -> StageTimes:
         """The same with another share of gathered weights that are kept."""
         other = copy.copy(self)
-        other.run = changed(self.run, cached_gathers=share)
+        other.run = replace(self.run, cached_gathers=share)
         other._parts = self.known._parts.setdefault((*self._way, share), {})
         return other
 
     def _cut(self, stages: Stages) -> Cut:
-        found, _ = self.known._cuts.get(id(stages), (None, None))
+        found = self.known._cuts.get((self.workload, stages))
         if found is None:
             of_stage = [self._blocks(stages, [stage]) for stage in range(stages.count)]
             of_rank = [self._blocks(stages, stages.of(rank)) for rank in range(stages.ranks)]
@@ -234,7 +234,7 @@ class StageTimes:
                 neighbours = sum((one > 0) + (one < stages.count - 1) for one in stages.of(rank))
                 full.append(Full(rank, of_rank[rank], parameters, neighbours))
             found = Cut(of_stage, groups, full)
-            self.known._cuts[id(stages)] = found, stages  # kept, so that no other object gets its id
+            self.known._cuts[self.workload, stages] = found
         return found
 
     def _blocks(self, stages: Stages, which: list[int]) -> BlockCounts:
@@ -255,7 +255,7 @@ class StageTimes:
 
     def _one(self, block: Block, splits: bool) -> BlockTimes:
         run = self.run
-        one = self.known.block(block.layers, self.grid, self.rows, run)
+        one = self.known.block(block, self.grid, self.rows, run)
         shows = one.shown_reduce if "oar" in run.overlap and not splits else one.reduce
         again = one.again_kept if run.selective else one.again
         products, weights = one.forward + one.input_grad + one.weight_grad, one.weight_grad
@@ -388,14 +388,14 @@ class StageTimes:
 
     def least(self, stages: Stages, zero: int, offload: bool) -> float:
         """Return bytes that ``memory`` is never below, whatever share of gathered weights is kept: a quick look."""
-        if id(stages) not in self._least:
+        if stages not in self._least:
             buffer = self.run.micro_batches * self._message_bytes
-            self._least[id(stages)] = [
+            self._least[stages] = [
                 (one.parameters, self._in_flight(stages, one.rank) * sum(times * self._kept(kind) for kind, times
                  in one.blocks) + buffer * one.neighbours) for one in self._cut(stages).full]  # fmt: skip
         ranks = self.grid.x * self.grid.y * self.grid.z
         state = self.run.weights * (1 + 2 / (self.grid.data if zero else 1) * (not offload)) / ranks
-        most = max([state * parameters + held for parameters, held in self._least[id(stages)]])
+        most = max([state * parameters + held for parameters, held in self._least[stages]])
         return most * (1 + memory.SLACK) + memory.RESERVED
 
     def _in_flight(self, stages: Stages, rank: int) -> float:
@@ -418,7 +418,7 @@ class StageTimes:
         held = self.known.memory(self.known.part(self.workload, one.blocks), grid, run)
         reduces = grid.z * grid.data > 1
         unreduced = run.itemsize * one.parameters / (grid.x * grid.y)
-        return changed(
+        return replace(
             held,
             kept=held.kept * self._in_flight(stages, one.rank),
             messages=run.micro_batches * one.neighbours * self._message_bytes,

@@ -11,9 +11,10 @@ It does not read files: see ``axo.perf.readers``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any, cast
 
 from axo.grid import Grid
 from axo.matmul.cost import chunk
@@ -29,6 +30,14 @@ SPLIT = (8.0, 8.0)  # q, k, v taken apart and laid out by heads; rotary embeddin
 ACTIVATION_GATED, ACTIVATION = (6.0, 10.0), (4.0, 6.0)  # bf16
 
 KINDS = ("linear", "embedding", "norm", "attention", "pointwise", "loss")
+
+
+def hash_once(one: Any) -> int:
+    """The hash of a frozen dataclass, computed once: layers, blocks and models are keys of what a search knows."""
+    found = vars(one).get("_hash")
+    if found is None:
+        found = vars(one)["_hash"] = hash(tuple(getattr(one, each.name) for each in fields(one)))
+    return cast("int", found)
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ class Layer:
         kept: For a pointwise layer: tensors of its width that it keeps for backward.
         of_product: For a norm: its input is a product's result, in the dtype of products.
         gathers: For a linear layer: the first of those that read the same tokens, which sequence parallelism gathers.
+        tied: Its weight is the embedding's, which counts it.
     """
 
     kind: str
@@ -85,6 +95,14 @@ class Layer:
     capped: bool = False
     of_product: bool = False
     gathers: bool = False
+    tied: bool = False
+
+    __hash__ = hash_once
+
+    @cached_property
+    def nameless(self) -> Layer:
+        """The same without its name: layers that cost the same."""
+        return replace(self, name="")
 
     @cached_property
     def on_stream(self) -> bool:
@@ -105,7 +123,8 @@ class Layer:
     def parameters(self) -> int:
         """Trainable values of the whole layer."""
         if self.kind == "linear":
-            return self.experts * (self.in_features * self.out_features + (self.out_features if self.bias else 0))
+            weight = 0 if self.tied else self.in_features * self.out_features
+            return self.experts * (weight + (self.out_features if self.bias else 0))
         if self.kind == "embedding":
             return self.in_features * self.out_features
         if self.kind == "norm":
@@ -121,6 +140,13 @@ class Block:
     repeat: int = 1
     checkpointed: bool = False
 
+    __hash__ = hash_once
+
+    @cached_property
+    def once(self) -> Block:
+        """One of it, whose forward runs once: what blocks of any number share."""
+        return self if self.repeat == 1 and not self.checkpointed else Block(self.layers)
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -134,8 +160,10 @@ class Workload:
         heads: Attention heads: x must divide them (0: no such limit).
         kv_heads: Key-value groups: x must divide them, or be a multiple (neighbours share a group then).
         vocab: Vocabulary (0: none).
+        longest: Tokens that it was made for (0: any).
         tables: Values of rotary tables, which every rank holds whole.
         trained_as: What ``axo train --model`` calls it; empty: no model that it knows.
+        file: Where it was read from; empty: it was asked for by name.
     """
 
     name: str
@@ -146,7 +174,11 @@ class Workload:
     kv_heads: int = 0
     vocab: int = 0
     trained_as: str = ""
+    file: str = ""
+    longest: int = 0
     tables: int = 0
+
+    __hash__ = hash_once
 
     def unrolled(self) -> Iterator[Block]:
         """Yield the blocks in forward order, repeats written out."""
@@ -242,27 +274,25 @@ class Experts:
     """A mixture of experts (SwiGLU each), all of which all ranks hold, cut like a dense MLP.
 
     A token goes through ``per_token`` of ``count`` experts; the load is taken to be even, so an expert has
-    ``per_token / count`` rows a token. The ``shared`` ones, one MLP of their joint width, take every token.
+    ``per_token / count`` rows a token. Every token goes through one MLP of width ``shared`` too, if that is not 0.
 
     Args:
         count, per_token: Experts, and how many of them a token goes through.
         intermediate: Width of one.
-        shared: So many more that every token goes through.
-        dense_blocks: The first blocks that have a dense MLP instead.
+        shared: Width of what every token goes through beside them.
     """
 
     count: int
     per_token: int
     intermediate: int
     shared: int = 0
-    dense_blocks: int = 0
 
     def layers(self, hidden: int, bias: bool) -> tuple[Layer, ...]:
         """The layers of one block's experts. Choosing and weighing tokens counts as memory traffic."""
         found = [Layer("linear", "mlp.gate", hidden, self.count, uneven=True)]
         for name, width, count, rows in (
             ("experts", self.intermediate, self.count, self.per_token / self.count),
-            ("shared_experts", self.intermediate * self.shared, 1, 1.0),
+            ("shared_experts", self.shared, 1, 1.0),
         ):
             if not width:
                 continue
@@ -309,8 +339,10 @@ def gpt(
     head_size: int = 0,
     norm_qk: str = "",
     parallel: bool = False,
-    experts: Experts | None = None,
+    stacks: Sequence[tuple[int, Experts | None]] = (),
     caps: tuple[bool, bool] = (False, False),
+    positions: int = 0,
+    tied: bool = False,
 ) -> Workload:
     """Build a GPT: qkv and fc are normal layers, both proj transposed, so the residual stream stays split over y.
 
@@ -324,15 +356,19 @@ def gpt(
         head_size: Width of one head; 0 means hidden // heads.
         norm_qk: Norms of queries and keys: "" for none, "heads": of each head, "all": of all of them together.
         parallel: Attention and MLP read the same input (parallel residual).
-        experts: The MLP is a mixture of experts, but in the first ``experts.dense_blocks`` blocks.
+        stacks: Runs of blocks with the same MLP, in order: how many, and their experts (None: a dense MLP); (): all
+            are dense.
         caps: Whether the scores of attention, and the logits, are capped (Gemma 2).
+        positions: Rows of a table of learned positions; 0: none.
+        tied: The head reads the embedding's table.
     """
     kv_heads = kv_heads or heads
     intermediate = intermediate or 4 * hidden
     head_size = head_size or hidden // heads
     inner = heads * head_size
     qkv = (heads + 2 * kv_heads) * head_size
-    gathers = experts is None
+    stacks = tuple(stacks) or ((layers, None),)
+    gathers = not any(experts for _, experts in stacks)
     fc = [Layer("linear", "mlp.fc", hidden, intermediate, bias, shares_input=norms == 1, gathers=gathers)]
     if gated:
         fc = [
@@ -376,19 +412,19 @@ def gpt(
             Layer("pointwise", "residual_2", hidden, transposed=True, moves=RESIDUAL),
         )
 
-    first = layers if experts is None else min(layers, experts.dense_blocks)
-    stacks = [Block(block(dense), first, True)] if first else []
-    if experts is not None and layers > first:
-        stacks.append(Block(block(experts.layers(hidden, bias)), layers - first, True))
+    places = (Layer("embedding", "wpe", positions, hidden, input_grad=False),) if positions else ()
     return Workload(
         name,
         (
-            Block((Layer("embedding", "wte", vocab, hidden, input_grad=False),)),
-            *stacks,
+            Block((Layer("embedding", "wte", vocab, hidden, input_grad=False), *places)),
+            *(
+                Block(block(dense if experts is None else experts.layers(hidden, bias)), count, True)
+                for count, experts in stacks
+            ),
             Block(
                 (
                     Layer("norm", "ln_f", hidden, norm=norm),
-                    Layer("linear", "lm_head", hidden, vocab, head_bias, uneven=True, gathers=gathers),
+                    Layer("linear", "lm_head", hidden, vocab, head_bias, uneven=True, gathers=gathers, tied=tied),
                     Layer("loss", "loss", hidden, vocab, capped=caps[1]),
                 )
             ),

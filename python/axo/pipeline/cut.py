@@ -35,7 +35,7 @@ from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
 from axo.overlap.model import detach, engines
 from axo.overlap.zero import set_gradient, zero_gradient
-from axo.perf import readers
+from axo.perf import hugging_face, readers
 from axo.perf.cut import bounds_of, planned
 from axo.perf.pipeline_schedule import LOOP, V, rank_of, stages_of
 from axo.perf.workload import Workload
@@ -72,7 +72,7 @@ def workload_of(model: nn.Module) -> Workload:
     """What the planner knows of a model of a known family."""
     config: Any = model.config
     if hasattr(config, "to_dict"):
-        return readers.from_hugging_face(config.to_dict())
+        return hugging_face.read(config.to_dict())
     return readers.from_litgpt(vars(config), seq_length=getattr(model, "max_seq_length", None))
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import yaml
 
 from axo import files
-from axo.perf.readers import litgpt_module
+from axo.perf.readers import litgpt_fields, litgpt_module
 
 if TYPE_CHECKING:
     from litgpt.config import Config
@@ -139,13 +139,10 @@ def _from_file(path: Path) -> dict[str, Any]:
 def _from_name(name: str) -> dict[str, Any]:
     if name == TINY:
         return _TINY
+    fields = litgpt_fields(name)
+    if fields is not None:
+        return fields
     litgpt = litgpt_module("litgpt.config")
-    if name in litgpt.name_to_config:
-        return litgpt.name_to_config[name]
-    for fields in litgpt.configs:
-        hugging_face = fields["hf_config"]
-        if name in (hugging_face.get("name"), f"{hugging_face.get('org')}/{hugging_face.get('name')}"):
-            return fields
     by_lower = {known.lower(): known for known in [TINY, *litgpt.name_to_config]}
     near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), by_lower, n=4, cutoff=0.4)
     hint = f"; the nearest are {', '.join(by_lower[match] for match in near)}" if near else ""
