@@ -6,8 +6,9 @@
 # make build    rebuild the extension when csrc changed        make clean    remove what was built
 # make docs     this documentation as a site, in build/site
 #
-# The first run makes .venv, installs torch into it, then the rest, then builds. Choose another torch (2.11 to 2.13) with
-#   make demo TORCH="torch==2.12.0"
+# The first run makes .venv, installs the newest torch into it, then the rest, then builds. Another torch of those that
+# docs/install.md lists:
+#   make demo TORCH="torch==2.13.*"
 TORCH ?= torch
 TRITON ?= triton
 OUT ?= runs/demo
@@ -28,7 +29,7 @@ wanted = $(V)/bin/python -c 'import functools, sys, tomllib; \
   project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
   [print(*functools.reduce(dict.get, name.split("."), project), sep="\n") for name in sys.argv[1:]]' $(1)
 # The first Python of at least 3.11, plain python3 before others.
-PYTHON := $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+PYTHON := $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
 .PHONY: demo test check lint soak soak-runtime soak-python compile-defaults compile-matrix gpu docs bench build clean distclean prerequisites
 .DEFAULT_GOAL := help

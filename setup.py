@@ -128,9 +128,14 @@ class RefuseFirst(dist_info):
     """What installers ask for before they download what axo depends on, torch's gigabytes too: the time to refuse."""
 
     def run(self) -> None:
-        if platform.python_version() in self.distribution.python_requires:  # of others the installer says so
-            installed_torch()
-            check_tools()
+        wanted = self.distribution.python_requires
+        if platform.python_version() not in wanted:  # pip itself says so, too, but after it has fetched torch
+            raise SystemExit(
+                f"axo needs Python {wanted}, and {sys.executable} is {platform.python_version()}: make an environment "
+                "with another, such as python3.13 -m venv .venv"
+            )
+        installed_torch()
+        check_tools()
         super().run()
 
 

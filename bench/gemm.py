@@ -4,14 +4,15 @@
     axo bench gemm --models gpt-5b,gpt-320b --grid 2x2x2     a model's layers, as one rank of the grid sees them
 
 ``triton`` is the kernel alone, in the best of the tiles that the tuner tried, ``gluon`` the same of the kernel for
-Hopper, ``tuned`` what the tuner chose. ``own_pct`` is the faster of the two as a share of the device's peak. On an H100
-SXM ``predicted_pct`` is what ``bench.roofline`` says of the best of the default and Hopper's tiles.
-``clock`` is the multiprocessors' in MHz behind some of torch's products: the peak is one at the clock of the vendor's
-documents. ``accumulate_ratio``, of TN: torch's product and ``add_`` onto an fp32 gradient, over the faster of the two
-where it adds by itself.
+Hopper, ``tuned`` what the tuner chose. ``clock`` is the multiprocessors' in MHz behind some of torch's products.
+``pct_peak``, of torch's, and ``own_pct``, of the faster of ours, are shares of what they can do at that clock, on a
+Hopper; elsewhere of the advertised peak. On an H100 SXM ``predicted_pct`` is what ``bench.roofline`` says of the best
+of the default and Hopper's tiles. ``accumulate_ratio``, of TN: torch's product and ``add_`` onto an fp32 gradient, over
+the faster of the two where it adds by itself.
 
-All three layouts; the error is against fp64 on a sample of rows. On a CPU the Triton kernel does not run (``-``), and
-the tuner chooses among the layouts of the vendor library. Rivals are timed in turns; times are medians.
+All three layouts; the error is against fp64 on a sample of rows. Times are of many calls back to back, so they hold the
+host's part where that is the longer one; ``issued`` of a row has it alone. On a CPU the Triton kernel does not run
+(``-``), and the tuner chooses among the layouts of the vendor library. Rivals are timed in turns; times are medians.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from axo.grid import Grid
-from axo_kernels import Tuner, matmul
+from axo_kernels import Tuner
 from axo_kernels import device as devices
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major
 from axo_kernels.gemm.matmul import vendor_matmul
@@ -38,7 +39,7 @@ from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.error_line import in_a_line
 from axo_kernels.tune.model_shapes import layers
-from axo_kernels.tune.timing import paired, relative_error
+from axo_kernels.tune.timing import relative_error, sustained
 from axo_kernels.tune.tuner import runner
 
 from . import roofline
@@ -125,6 +126,10 @@ def _products(options: argparse.Namespace, dtype: torch.dtype) -> list[Product]:
     return list(found)
 
 
+class RivalError(Exception):
+    """Torch's own product does not run here: nothing to compare with, and no fault of ours."""
+
+
 def measure(
     products: list[Product],
     device: torch.device,
@@ -133,16 +138,21 @@ def measure(
     configs: int,
     seconds: float,
     each: float | None = None,
+    unfinished: str = "",
 ) -> int:
     """Measure into the table each product that it lacks; says what it skips for lack of memory or time, and what fails.
 
     Args:
         each: Seconds of one product after which it hangs, and the process ends itself; None: never.
+        unfinished: What could not be measured this time; such rows are measured again by a run that goes on.
 
     Returns:
         How many are left for lack of time, or of a device that works.
     """
-    measured = {row["product"] for row in table.rows} | table.failed.keys()
+    known = {row["product"]: row for row in table.rows}  # the last of each
+    measured = {name for name, row in known.items() if not row.get("unfinished")} | table.failed.keys()
+    products = sorted(products, key=lambda one: one.name in known)  # new ones first
+    table.rows.clear()
     products = [product for product in products if product.name not in measured]
     memory = Cache("a bench keeps its own", devices.versions(), Path(os.devnull))
     tuner = Tuner(
@@ -162,10 +172,12 @@ def measure(
         if device.type == "cuda" and 4 * product.bytes > torch.cuda.get_device_properties(device).total_memory:
             table.note(f"{product.name}: does not fit the memory, not measured")
             continue
-        if not attempt(product.name, partial(_one, product, device, table, tuner, rounds), device, table, each):
+        one = partial(_against_torch, product, device, table, tuner, rounds, unfinished)
+        if not attempt(product.name, one, device, table, each):
             left = len(products) - index - 1
             table.note(f"the device stopped working: {left} products not measured")
             break
+    table.rows[:] = (known | {row["product"]: row for row in table.rows}).values()
     for rival in ("tuned", "triton", "gluon"):
         ratios = [row[f"{rival}_ratio"] for row in table.rows if row.get(f"{rival}_ratio")]
         if ratios:
@@ -175,7 +187,14 @@ def measure(
     return left
 
 
-def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rounds: int) -> None:
+def _against_torch(product: Product, device: torch.device, table: Table, *given: Any) -> None:
+    try:
+        _one(product, device, table, *given)
+    except RivalError as error:
+        table.note(f"{product.name}: not measured: torch's own product fails: {error}", theirs=product.name)
+
+
+def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rounds: int, unfinished: str = "") -> None:
     generator = torch.Generator(device).manual_seed(1)
     shapes = (
         (product.k, product.m) if product.layout == "TN" else (product.m, product.k),
@@ -192,7 +211,7 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         for name, grouped in (("triton", False), ("gluon", True)):
             config = _best_tile(tuner, product, grouped)
             if config is not None or not grouped:
-                calls[name] = partial(matmul, a, b, product.layout, backend="triton", config=config)
+                calls[name] = partial(runner(Choice("triton", product.layout, config), product.layout), a, b)
     left_out = [[one.choice, one.why] for one in tuner.left_out if one.name == f"matmul {product.name}"]
     other = _cupy(a, b, product, lambda why: left_out.append(["cupy", why]))
     if other is not None:
@@ -200,7 +219,7 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     checked = {name: call for name, call in calls.items() if name != "cupy"}
     errors = _checked(checked, lambda call: _error(call(), a, b, product.layout), calls, left_out, device)
     limits = dict.fromkeys(errors, PRODUCT_LIMITS[product.dtype])
-    timings = dict(zip(calls, paired(list(calls.values()), device, rounds), strict=True))
+    timings = dict(zip(calls, sustained(list(calls.values()), device, rounds), strict=True))
     added = None
     if product.layout == "TN" and "triton" in calls:
         grouped_tile = _best_tile(tuner, product, True)
@@ -208,18 +227,20 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         found = _checked(dict(adding), partial(adding_error, a=a, b=b), adding, left_out, device)
         errors |= {f"{name} accumulated": error for name, error in found.items() if name != "torch"}
         limits |= {f"{name} accumulated": sum_limit(product.k, product.dtype) for name in found}
-        added = max((1 / one.ratio for one in paired(list(adding.values()), device, rounds)[1:]), default=None)
+        added = max((1 / one.ratio for one in sustained(list(adding.values()), device, rounds)[1:]), default=None)
     card_state = working(calls["torch"], timings["torch"].seconds, device)
     rate = product.flops / timings["torch"].seconds
-    peak = peak_of(device)
+    advertised, clock = peak_of(device), card_state.get("sm_mhz")
+    peak = peak_at(device, clock)
     share = 100 / peak if peak and product.dtype != torch.float32 else None
     own = [timings[name].seconds for name in ("triton", "gluon") if name in timings]
     table.add(
         product=product.name,
         torch_tflops=rate / 1e12,
         pct_peak=share * rate if share else None,
-        clock=card_state.get("sm_mhz"),
         own_pct=share * product.flops / min(own) if share and own else None,
+        clock=clock,
+        pct_advertised=100 * rate / advertised if advertised else None,
         predicted_pct=_predicted(product, device),
         cupy_ratio=1 / timings["cupy"].ratio if "cupy" in timings else None,
         triton_ratio=1 / timings["triton"].ratio if "triton" in timings else None,
@@ -228,14 +249,16 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         tuned_ratio=1 / timings["tuned"].ratio if "tuned" in timings else own_ratio,
         error=max(errors.values()),
         chosen=choice.name,
-        right=all(error < limits[name] for name, error in errors.items()),
+        right=all(error < limits[name] for name, error in errors.items() if name != "torch"),
+        unfinished=unfinished or None,
         layout=product.layout,
         m=product.m,
         n=product.n,
         k=product.k,
         card=card_state,
         left_out=left_out,
-        seconds={name: timing.seconds for name, timing in timings.items()},
+        seconds={name: timing.judged for name, timing in timings.items()},
+        issued={name: timing.issued for name, timing in timings.items()},
         errors=errors,
     )
 
@@ -266,14 +289,17 @@ def _checked(
     """The error of each rival; one that raises is left out of ``calls``, so that the others are timed.
 
     Raises:
-        RuntimeError: It was torch's own, or the device has stopped working.
+        RuntimeError: The device has stopped working.
+        RivalError: It was torch's own, with which the others are compared.
     """
     errors = {}
     for name, call in checked.items():
         try:
             errors[name] = error_of(call)
         except Exception as error:
-            if name == "torch" or not works(device):
+            if name == "torch" and works(device):
+                raise RivalError(in_a_line(error)) from error
+            if not works(device):
                 raise RuntimeError(f"{name}: {in_a_line(error)}") from error
             left_out.append([name, in_a_line(error)])
             del calls[name]
@@ -322,6 +348,16 @@ def _best_tile(tuner: Tuner, product: Product, grouped: bool) -> Config | None:
 def peak_of(device: torch.device) -> float | None:
     """The advertised dense bf16 rate, FLOP/s; None where PEAKS lacks the device."""
     return next((rate for name, rate in PEAKS.items() if device.type == "cuda" and name in _name(device)), None)
+
+
+def peak_at(device: torch.device, mhz: float | None) -> float | None:
+    """What a Hopper's multiprocessors can do at a clock in MHz, FLOP/s of dense bf16; elsewhere the advertised rate."""
+    if device.type == "cuda" and devices.target_of(device).hopper and mhz:
+        return devices.target_of(device).units * _FLOPS_A_CYCLE * mhz * 1e6
+    return peak_of(device)
+
+
+_FLOPS_A_CYCLE = 4096  # of a Hopper's multiprocessor: 132 of them at 1,830 MHz are the advertised 989 TFLOP/s
 
 
 def _name(device: torch.device) -> str:

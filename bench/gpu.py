@@ -4,7 +4,9 @@
     python3 setup.py build_ext --inplace; PYTHONPATH=python:. python3 -m bench.gpu --seconds 400 --out results
                                                    the same on a machine without network or pip: torch and triton only;
                                                    the kernels run where the extension could not be built
+    python3 -m bench.gpu --smoke --out results     every part at toy sizes on the GPU, in a minute, in results/smoke
     python3 -m bench.gpu --walk --out results      the same code on stand-ins and the CPU; its times mean nothing
+    ... --compiled DIR                             with kernels that bench.tools.stub_driver --cache DIR has compiled
 
 The parts, most certain first: the kernels (``bench.kernels``; they need no extension), the transport
 (``bench.device``), offload (``bench.offload``), the layers and a training step (``bench.gpu_step``). Each is a process
@@ -16,7 +18,7 @@ behind, are begun once more while their time lasts, without what they were in th
 The same command again goes on, also where the folder was brought along: a part that has come to its end is not run
 again (``--fresh``: it is), and of the kernels only what was left out for lack of time is measured. What stands there of
 another device, other versions or other sources of that part, or of a walk, is not gone on with: it goes into
-``before.tar``. So eight files come of it, however often it is run.
+``before.tar``. So eight files come of it, however often it is run: what else lies there goes into that archive too.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import json
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +35,16 @@ from typing import Any
 
 import torch
 
-from .lib import attempts, card
+from .lib import attempts, card, compiled
 from .lib.arguments import Parser
 from .lib.log import logged
+from .lib.page import page
 from .lib.table import LEFT_OUT, environment, read_rows, same, under_way
 
 SECONDS = 450.0  # of all parts together
 ENDING = 15.0  # the kernels stop beginning anything new so many seconds before their limit
+SMOKE_SECONDS = 90.0  # of --smoke
+MOST_FILES = 8
 AGAIN = 60.0  # seconds below which nothing is begun once more
 
 
@@ -68,20 +74,38 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the parts; returns how many failed."""
     parser = Parser("axo bench gpu", __doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of everything together")
+    parser.add_argument("--seconds", type=float, default=None, help="of everything together")
     parser.add_argument("--walk", action="store_true", help="walk through on stand-ins and a CPU")
+    parser.add_argument("--smoke", action="store_true", help="every part at toy sizes on the GPU")
+    parser.add_argument("--compiled", type=Path, default=None, help="a folder of kernels that were compiled elsewhere")
+    parser.add_argument(
+        "--page", type=Path, default=None, help="write docs/gpu.md from what stands in --out; run nothing"
+    )
     parser.add_argument("--fresh", action="store_true", help="run parts that have ended before once more")
     options = parser.parse_args(arguments)
+    if options.page is not None:
+        options.page.write_text(page(options.out), encoding="utf-8")
+        return 0
+    if options.seconds is None:
+        options.seconds = SMOKE_SECONDS if options.smoke else SECONDS
     if options.seconds < 4 * ENDING:
         parser.error(f"--seconds {options.seconds:g} is too short for any result; use at least {4 * ENDING:g}")
     if not (options.walk or torch.cuda.is_available()):
         parser.error("no GPU is visible, so nothing is measured; --walk walks through on stand-ins and the CPU")
-    options.out.mkdir(parents=True, exist_ok=True)
-    with logged(options.out / "log.txt"):
-        return measure(options.out, options.seconds, options.walk, options.fresh)
+    out = options.out / "smoke" if options.smoke else options.out
+    out.mkdir(parents=True, exist_ok=True)
+    if options.walk and options.smoke:
+        parser.error("--smoke is for a GPU, --walk for where there is none; use one of them")
+    with logged(out / "log.txt"), tempfile.TemporaryDirectory() as temporary:
+        if options.compiled is not None:
+            print(compiled.bring(options.compiled, Path(temporary)), flush=True)
+        try:
+            return measure(out, options.seconds, options.walk, options.fresh, options.smoke)
+        finally:
+            keep_to_eight(out)
 
 
-def measure(out: Path, seconds: float, walk: bool, fresh: bool) -> int:
+def measure(out: Path, seconds: float, walk: bool, fresh: bool, smoke: bool = False) -> int:
     """Run what has not ended before; returns how many parts failed."""
     if not walk:
         print(card.described(), flush=True)
@@ -96,7 +120,7 @@ def measure(out: Path, seconds: float, walk: bool, fresh: bool) -> int:
             failed += int(code != 0)
             continue
         until = time.perf_counter() + part.share * (seconds - (time.perf_counter() - started))
-        code, whole = run_in_turns(part, out, until, walk, stopped)
+        code, whole = run_in_turns(part, out, until, walk, stopped, smoke)
         failed += int(code != 0)
         if code is not None and whole:  # one that was stopped, died or left something out runs again next time
             with (out / f"{part.name}.jsonl").open("a", encoding="utf-8") as file:
@@ -108,11 +132,13 @@ def measure(out: Path, seconds: float, walk: bool, fresh: bool) -> int:
     return failed
 
 
-def run_in_turns(part: Part, out: Path, until: float, walk: bool, stopped: dict[str, str]) -> tuple[int | None, bool]:
+def run_in_turns(
+    part: Part, out: Path, until: float, walk: bool, stopped: dict[str, str], smoke: bool = False
+) -> tuple[int | None, bool]:
     """Run one bench, and once more where it goes on and something new has stopped it: see :func:`run`."""
     again, failed = False, setbacks(part, out)
     while True:
-        code, whole = run(part, out, until - time.perf_counter(), walk, stopped, again)
+        code, whole = run(part, out, until - time.perf_counter(), walk, stopped, again, smoke)
         before, failed = failed, setbacks(part, out)
         again = part.goes_on and not (code is not None and whole) and bool(failed - before)
         if not again or until - time.perf_counter() < AGAIN:
@@ -120,7 +146,7 @@ def run_in_turns(part: Part, out: Path, until: float, walk: bool, stopped: dict[
 
 
 def run(
-    part: Part, out: Path, seconds: float, walk: bool, stopped: dict[str, str], again: bool
+    part: Part, out: Path, seconds: float, walk: bool, stopped: dict[str, str], again: bool, smoke: bool = False
 ) -> tuple[int | None, bool]:
     """Run one bench within ``seconds``; what has become of it, where it has no end, goes into ``stopped``.
 
@@ -131,7 +157,8 @@ def run(
         How many of its verdicts failed, None where it did not come to its end; and whether it left out nothing.
     """
     print(f"--- {part.name}: at most {seconds:.0f} s", flush=True)
-    command = [sys.executable, "-m", f"{__package__}.{part.name}", "--out", str(out), *([part.walk] if walk else [])]
+    how = [part.walk] if walk else ["--smoke"] if smoke else []
+    command = [sys.executable, "-m", f"{__package__}.{part.name}", "--out", str(out), *how]
     if part.goes_on:
         command += ["--seconds", f"{seconds - ENDING:.0f}", *(["--again"] if again else [])]
     stopped.pop(part.name, None)
@@ -184,6 +211,18 @@ def put_away(part: Part, out: Path, known: dict[str, Any], fresh: bool) -> None:
             archive.add(path, f"{time.strftime('%Y%m%d-%H%M%S')}/{path.name}")
         path.unlink()
         print(f"begun anew: {path} is in before.tar now", flush=True)
+
+
+def keep_to_eight(out: Path) -> None:
+    """Put whatever is none of the bench's files into the archive: no more than eight come back from a lent machine."""
+    known = {f"{part.name}.jsonl" for part in PARTS} | {"log.txt", "verdicts.txt", "step_trace.json.gz"}
+    others = sorted(path for path in out.iterdir() if path.name not in known | {"before.tar"} and path.is_file())
+    if others:
+        with tarfile.open(out / "before.tar", "a") as archive:
+            for path in others:
+                archive.add(path, f"others/{path.name}")
+                path.unlink()
+    assert sum(path.is_file() for path in out.iterdir()) <= MOST_FILES
 
 
 def verdicts(out: Path, stopped: dict[str, str]) -> None:

@@ -2,18 +2,24 @@
 
     axo bench gpu_step --out results
     python3 -m bench.gpu_step --out results           the same, from the root of a checkout
+    python3 -m bench.gpu_step --out results --smoke   the same at toy sizes on the GPU
     python3 -m bench.gpu_step --out results --walk    the same code at toy sizes on the CPU; its times mean nothing
 
 1. Layers: forward and backward of one `axo.nn.Linear` beside `torch.nn.Linear`, bf16.
 2. Loss: forward and backward of `axo.nn.cross_entropy` beside torch's of the logits in fp32, and how far the gradients
    are apart.
 3. Step: a GPT of blocks (`bench/lib/step_models.py`), bf16 autocast, fused AdamW; forward, backward and update. Both
-   start from the same weights and rows; losses of the two are compared in that run.
+   start from the same weights and rows; losses of the two are compared in that run. Once more with products in fp8.
+   Beside each, what it allocated at the fullest moment, and what the planner says of such a step.
 4. At the end a profile of one step of Axo's, `step_trace.json.gz`, for chrome://tracing or Perfetto.
 
 Contestants take turns; the time is the median of rounds, by events of the GPU's own clock, with a head start for the
-host, as in a training loop, which waits for nothing. What the host takes to issue a call stands beside it. MFU counts
-model flops (6 a weight and token, and causal attention at half of the square), against the advertised dense bf16 rate.
+host, as in a training loop, which waits for nothing. What the host takes to issue a call stands beside it.
+
+A step is held to its own bound, in which nothing overlaps: model flops (6 a weight and token, and causal attention at
+half of the square; a third more of the blocks where they are computed anew) at the rate that torch's largest product
+has here, and the 28 bytes a parameter of AdamW at the rate of a copy. No step reaches it: attention, norms, the loss
+and the casts of autocast are left out of it.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +36,11 @@ import torch
 import torch.nn.functional as F
 
 import axo
-from axo_kernels.tune.timing import issue_time, once, relative_error
+from axo.grid import Grid
+from axo.perf.layer_time import RunOptions
+from axo.perf.memory import GIB, estimate
+from axo.perf.workload import gpt
+from axo_kernels.tune.timing import issue_time, once, relative_error, sustained
 
 from . import gemm
 from .lib.arguments import Parser
@@ -45,13 +56,16 @@ COLUMNS = {
     "tflops": ".1f",
     "ratio": ".3f",
     "loss": ".4f",
+    "of_bound": ".3f",
+    "peak_gib": ".2f",
+    "planned_gib": ".2f",
 }
 # (rows, in, out): the four products of GPT blocks at h = 4096 and 8192.
 LAYERS = ((8192, 4096, 12288), (8192, 4096, 4096), (8192, 4096, 16384), (8192, 16384, 4096), (8192, 8192, 32768))
 STEPS = {
-    "gpt h=2048": Sizes(2048, 12, 16, 50304, 2048, 4, "bf16-mixed"),
-    "gpt h=4096": Sizes(4096, 6, 32, 50304, 2048, 4, "bf16-mixed"),
-    "gpt h=4096 recomputed": Sizes(4096, 6, 32, 50304, 2048, 4, "bf16-mixed", recompute=True),
+    "gpt h=2048": Sizes(2048, 12, 16, 50304, 2048, 8, "bf16-mixed"),
+    "gpt h=4096": Sizes(4096, 6, 32, 50304, 2048, 8, "bf16-mixed"),
+    "gpt h=4096 recomputed": Sizes(4096, 6, 32, 50304, 2048, 8, "bf16-mixed", recompute=True),
 }
 LOGITS = (8192, 50304)  # tokens, vocabulary
 TOY_LAYERS = ((64, 32, 48),)
@@ -60,7 +74,9 @@ TOY_STEPS = {
     "gpt h=32": Sizes(32, 2, 4, 64, 16, 2, "bf16-mixed"),
     "gpt h=32 recomputed": Sizes(32, 2, 4, 64, 16, 2, "bf16-mixed", True),
 }
-MFU, SLOWER, LOSSES_APART = 0.55, 1.01, 2e-2
+OF_BOUND, SLOWER, LOSSES_APART, FP8_APART = 0.70, 1.01, 2e-2, 0.2
+PLANNED = (0.8, 1.0)  # of what the planner says a step may take: not more, and not much less
+ADAMW_BYTES = 28  # a parameter: its gradient, itself and two moments in fp32 read, all but the gradient written
 GRADIENTS_APART = 4e-3  # both are rounded to bf16, by 2^-9 of an element at most
 
 
@@ -71,6 +87,39 @@ def step_flops(sizes: Sizes) -> float:
         6 * sizes.layers * sizes.hidden * sizes.seq_len
     )  # forward 4 * h * s / 2 a token, three times that in all
     return float(sizes.tokens) * (6 * weights + attention)
+
+
+def parameters(sizes: Sizes) -> int:
+    """Of the whole model."""
+    return 12 * sizes.layers * sizes.hidden**2 + 2 * sizes.vocab * sizes.hidden + (4 * sizes.layers + 2) * sizes.hidden
+
+
+def bound(sizes: Sizes, flops: float, bandwidth: float) -> float:
+    """Seconds below which a step is not, at these rates of products and of copies."""
+    again = 2.0 * sizes.tokens * 12 * sizes.layers * sizes.hidden**2 if sizes.recompute else 0.0
+    return (step_flops(sizes) + again) / flops + ADAMW_BYTES * parameters(sizes) / bandwidth
+
+
+def rates(device: torch.device, toy: bool) -> tuple[float, float]:
+    """FLOP/s of torch's bf16 product and bytes/s (read and written) of a copy, many back to back."""
+    n, size = (256, 1 << 16) if toy else (8192, 1 << 30)
+    a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    product, copy = sustained([lambda: a @ b, lambda: target.copy_(source)], device, 3, 0.1)
+    return 2.0 * n**3 / product.seconds, 2.0 * size / copy.seconds
+
+
+def planned(sizes: Sizes) -> float:
+    """GiB that the planner gives such a step of Axo's at its fullest, without its share for waste and libraries."""
+    model = gpt(
+        "a step", layers=sizes.layers, hidden=sizes.hidden, heads=sizes.heads, vocab=sizes.vocab,
+        seq_length=sizes.seq_len, bias=False,
+    )  # fmt: skip
+    blocks = (replace(block, checkpointed=sizes.recompute and block.repeat > 1) for block in model.blocks)
+    model = replace(model, blocks=tuple(blocks))
+    memory = estimate(model, Grid(), RunOptions(batch_tokens=sizes.tokens))
+    return max(memory.moments.values()) / GIB
 
 
 def in_turns(
@@ -136,25 +185,71 @@ def loss(comms: axo.Communicators, shape: tuple[int, int], rounds: int, table: T
     return found["axo"][0] / found["torch"][0], apart
 
 
-def step(comms: axo.Communicators, case: str, sizes: Sizes, rounds: int, table: Table) -> tuple[float, float, float]:
-    """Axo's time over torch's, its TFLOP/s, and how far the losses are apart."""
+def step(
+    comms: axo.Communicators, case: str, sizes: Sizes, rounds: int, table: Table, least: float
+) -> dict[str, tuple[float, float]]:
+    """Of each contestant: its time over torch's, and how far its loss is from torch's.
+
+    Args:
+        least: Seconds of :func:`bound`.
+    """
     device, ids = comms.device, rows_of(sizes, comms.device)
-    contestants = {
-        "torch": Contestant("torch", serial(sizes, device), sizes),
-        "axo": axo_contestant("axo", sizes, comms),
+    makers: dict[str, Callable[[], Contestant]] = {
+        "torch": lambda: Contestant("torch", serial(sizes, device), sizes),
+        "axo": lambda: axo_contestant("axo", sizes, comms),
     }
-    losses = {name: float(one.step(ids[:, :-1], ids[:, 1:])) for name, one in contestants.items()}
-    runs: dict[str, Callable[[], Any]] = {
-        name: partial(one.step, ids[:, :-1], ids[:, 1:]) for name, one in contestants.items()
-    }
+    if device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9):
+        makers["axo fp8"] = lambda: in_fp8(axo_contestant("axo fp8", sizes, comms))
+    losses: dict[str, float] = {}
+    peaks: dict[str, float | None] = {}
+    runs: dict[str, Callable[[], Any]] = {}
+    for name, make in makers.items():
+        before = allocated(device)
+        one = make()
+        runs[name] = partial(one.step, ids[:, :-1], ids[:, 1:])
+        losses[name] = float(runs[name]())
+        runs[name]()  # with all moments there
+        peaks[name] = (peak_allocated(device) - before) / GIB if device.type == "cuda" else None
     found = in_turns(runs, rounds, device)
     state = gemm.working(runs["axo"], found["axo"][0], device)
     for name, (seconds, host) in found.items():
         times = {"ms": 1e3 * seconds, "host_ms": 1e3 * host, "ratio": seconds / found["torch"][0]}
         speed = 1e-12 * step_flops(sizes) / seconds
-        table.add(case=case, contestant=name, tflops=speed, loss=losses[name], card=state, **times)
-    apart = abs(losses["axo"] - losses["torch"])
-    return found["axo"][0] / found["torch"][0], 1e-12 * step_flops(sizes) / found["axo"][0], apart
+        memory = {"peak_gib": peaks[name], "planned_gib": planned(sizes) if name == "axo" else None}
+        of_bound = least / seconds
+        table.add(
+            case=case,
+            contestant=name,
+            tflops=speed,
+            loss=losses[name],
+            card=state,
+            of_bound=of_bound,
+            **times,
+            **memory,
+        )
+    return {name: (found[name][0] / found["torch"][0], abs(losses[name] - losses["torch"])) for name in runs}
+
+
+def in_fp8(one: Contestant) -> Contestant:
+    """The same with every linear layer's products in fp8."""
+    for layer in one.model.modules():
+        if isinstance(layer, axo.nn.Linear):
+            layer.use_fp8("row")
+    return one
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes that tensors have now; the peak begins anew."""
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(device)
+    return int(torch.cuda.memory_allocated(device))
+
+
+def peak_allocated(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device))
 
 
 def rows_of(sizes: Sizes, device: torch.device) -> torch.Tensor:
@@ -185,6 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_step"))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--walk", action="store_true", help="toy sizes on the CPU; times mean nothing")
+    parser.add_argument("--smoke", action="store_true", help="toy sizes on the GPU")
     options = parser.parse_args(arguments)
     if not options.walk and not torch.cuda.is_available():
         parser.error("no GPU is visible; --walk runs the same code at toy sizes on the CPU")
@@ -196,20 +292,26 @@ def main(arguments: list[str] | None = None) -> int:
     table = Table(COLUMNS, path, header, earlier=())  # nothing earlier; but what is under way stands in the file
     ratios: list[float] = []
     of_loss: list[tuple[float, float]] = []
-    found: dict[str, tuple[float, float, float]] = {}
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    toy, speeds = options.walk or options.smoke, [1.0, 1.0]
 
     def measure_layers() -> None:
-        ratios.extend(layers(comms, TOY_LAYERS if options.walk else LAYERS, options.rounds, table))
+        ratios.extend(layers(comms, TOY_LAYERS if toy else LAYERS, options.rounds, table))
 
     def measure_loss() -> None:
-        of_loss.append(loss(comms, TOY_LOGITS if options.walk else LOGITS, options.rounds, table))
+        of_loss.append(loss(comms, TOY_LOGITS if toy else LOGITS, options.rounds, table))
 
     def measure_step(case: str, sizes: Sizes) -> None:
-        found[case] = step(comms, case, sizes, options.rounds, table)
+        found[case] = step(comms, case, sizes, options.rounds, table, bound(sizes, *speeds))
+
+    def measure_rates() -> None:
+        speeds[:] = rates(comms.device, toy)
+        told = f"torch's product: {speeds[0] / 1e12:.1f} TFLOP/s; a copy: {speeds[1] / 1e9:.1f} GB/s"
+        table.note(told, flops=speeds[0], bandwidth=speeds[1])
 
     works = attempt("layers", measure_layers, comms.device, table)
-    cases = TOY_STEPS if options.walk else STEPS
-    calls: dict[str, Callable[[], None]] = {"loss": measure_loss}
+    cases = TOY_STEPS if toy else STEPS
+    calls: dict[str, Callable[[], None]] = {"rates": measure_rates, "loss": measure_loss}
     calls |= {case: partial(measure_step, case, sizes) for case, sizes in cases.items()}
     # last, since a profiler may fail where nothing else does
     trace = options.out / "step_trace.json.gz"
@@ -219,46 +321,46 @@ def main(arguments: list[str] | None = None) -> int:
         gc.collect()  # a cycle of frames keeps torch's first optimizer, and the memory that the next model needs
         if works and comms.device.type == "cuda":
             torch.cuda.empty_cache()
-    rate = gemm.peak_of(comms.device)
-    peak = rate / 1e12 if rate else None
     verdicts: dict[str, bool | str] = dict.fromkeys(table.failed.values(), False)
     name = f"Axo's layers over torch's at worst (goal: at most {SLOWER:g})"
-    verdicts[name if options.walk or not ratios else f"{name}: {max(ratios):.3f}"] = (
-        "not measured" if options.walk or not ratios else max(ratios) <= SLOWER
+    verdicts[name if toy or not ratios else f"{name}: {max(ratios):.3f}"] = (
+        "not measured" if toy or not ratios else max(ratios) <= SLOWER
     )
     for ratio, apart in of_loss:
         name = f"cross-entropy, gradients apart (at most {GRADIENTS_APART:g}): {apart:.1e}"
         verdicts[name] = apart <= GRADIENTS_APART
         name = "cross-entropy over torch's (goal: at most 1)"
-        verdicts[name if options.walk else f"{name}: {ratio:.3f}"] = "not measured" if options.walk else ratio <= 1
-    for case, (ratio, speed, apart) in found.items():
-        verdicts[f"{case}, losses apart (at most {LOSSES_APART:g}): {apart:.1e}"] = apart <= LOSSES_APART
-        name = f"{case}, Axo's step over torch's (goal: at most {SLOWER:g})"
-        verdicts[name if options.walk else f"{name}: {ratio:.3f}"] = "not measured" if options.walk else ratio <= SLOWER
-        clock = next((row["card"].get("sm_mhz") for row in table.rows if row["case"] == case and "card" in row), None)
-        verdicts |= mfu(case, speed, ratio, peak, (STEPS | TOY_STEPS)[case].recompute, clock)
+        verdicts[name if toy else f"{name}: {ratio:.3f}"] = "not measured" if toy else ratio <= 1
+    for case, contestants in found.items():
+        for contestant, (ratio, apart) in contestants.items():
+            if contestant == "torch":
+                continue
+            limit = FP8_APART if contestant.endswith("fp8") else LOSSES_APART
+            verdicts[f"{case}, losses of {contestant} apart (at most {limit:g}): {apart:.1e}"] = apart <= limit
+            goal = 1.0 if contestant.endswith("fp8") else SLOWER
+            name = f"{case}, the step of {contestant} over torch's (goal: at most {goal:g})"
+            verdicts[name if toy else f"{name}: {ratio:.3f}"] = "not measured" if toy else ratio <= goal
+        verdicts |= judged(case, [] if toy else [row for row in table.rows if row["case"] == case])
     return table.judge(verdicts)
 
 
-def mfu(
-    case: str, speed: float, ratio: float, peak: float | None, recomputed: bool, clock: float | None
-) -> dict[str, bool | str]:
-    """Model flops against the peak, Axo's and torch's, as a verdict.
-
-    Where activations are computed anew the device does a third more than the model flops of the blocks, which count for
-    nothing: no goal is asked of that.
-
-    Args:
-        speed: TFLOP/s of Axo's.
-        ratio: Axo's time over torch's.
-        peak: TFLOP/s of the device; None: unknown.
-        clock: Of the multiprocessors in the step, MHz; None: unknown. The peak is one at the clock of the documents.
-    """
-    name = f"{case}, MFU ({'no goal: recomputed' if recomputed else f'goal: at least {MFU:g}'})"
-    if peak is None:
-        return {name: "not measured"}
-    shares = f"{speed / peak:.3f}, torch's {ratio * speed / peak:.3f}{f', at {clock:.0f} MHz' if clock else ''}"
-    return {name: shares} if recomputed else {f"{name}: {shares}": speed >= MFU * peak}
+def judged(case: str, rows: list[dict[str, Any]]) -> dict[str, bool | str]:
+    """Whether Axo's step is near its own bound, and takes the memory that the planner says."""
+    mine = {row["contestant"]: row for row in rows}
+    name = f"{case}, the bound over Axo's step (goal: at least {OF_BOUND:g})"
+    memory = f"{case}, memory of Axo's step over the planner's (goal: {PLANNED[0]:g} to {PLANNED[1]:g})"
+    if "axo" not in mine:
+        return {name: "not measured", memory: "not measured"}
+    one, rival = mine["axo"], mine["torch"]
+    clock = f", at {one['card']['sm_mhz']:.0f} MHz" if one.get("card", {}).get("sm_mhz") else ""
+    share = one["of_bound"]
+    found: dict[str, bool | str] = {
+        f"{name}: {share:.3f}, torch's {rival['of_bound']:.3f}{clock}": share >= OF_BOUND,
+    }
+    if one.get("peak_gib") is None:
+        return found | {memory: "not measured"}
+    told = f"{memory}: {one['peak_gib']:.2f} of {one['planned_gib']:.2f} GiB"
+    return found | {told: PLANNED[0] <= one["peak_gib"] / one["planned_gib"] <= PLANNED[1]}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ verdicts. ``--dry`` walks through the same code on a CPU at toy sizes; its times
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -35,15 +34,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from axo_kernels import SignalTimeout, matmul
+from axo_kernels import SignalTimeout
 from axo_kernels import device as devices
 from axo_kernels.fused.chunks import chunk_order
 from axo_kernels.fused.fp8 import SCALINGS
 from axo_kernels.fused.segments import SegmentedProduct
 from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm import tiles
-from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shapes
-from axo_kernels.gemm.matmul import describable
+from axo_kernels.gemm.layout import LAYOUTS, Product
 from axo_kernels.gemm.tiles import HOPPER, TRIED, Config
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.error_line import in_a_line
@@ -53,25 +51,24 @@ from axo_kernels.tune.timing import relative_error
 from axo_kernels.tune.trust import Trust
 
 from . import gemm, overlap
-from .lib import fp8
+from .lib import compiled, fp8
 from .lib import verdicts as judge
 from .lib.arguments import Parser
 from .lib.attempts import bounded, case, end, end_with_parent, works
-from .lib.numerics import ROUNDING_LIMITS, numerics
+from .lib.launches import TRIAL_SIZES, launches
+from .lib.numerics import numerics
 from .lib.simulated import SimulatedCommunicator
 from .lib.table import LEFT_OUT, Table, environment, rows_to_go_on_with, trace_of
 from .lib.trials import OutOfTimeError, Trial
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
 HOPPER_SECTION = "the kernel for Hopper"
-# Of each class of shapes (tune/trust.py) that the products below have, one at least: what hangs is to hang in a process
-# of its own. Then borders: with one tile a program, with short sums, with several tiles a program.
-TRIAL_SIZES: tuple[tuple[int, int, int], ...] = (
-    (512, 768, 1024), (128, 256, 64), (2048, 2048, 1024), (2048, 3072, 512), (4096, 4096, 4096),
-    (1000, 1016, 1032), (8, 8, 8), (3000, 5000, 1032),
-)  # fmt: skip
+# What is compiled ahead (lib/launches.py), and the sections that launch it; "gemm" is the products.
+COMPILED = {"numerics": {"numerics"}, "fused": {"strategies", "rounds", "graphs", "silence"}, "fp8": {"fp8"}}
 SECTION_SECONDS, CASE_SECONDS = 100.0, 60.0  # of a section, and of a product or a case, that does not hang
 OVERLAP_SECONDS, FP8_SECONDS = 40.0, 15.0  # kept for them before the products begin
+SMOKE_SIZES = 2  # of TRIAL_SIZES: without borders and with short sums
+LATE_SECONDS = 15.0  # for what comes last
 QUIET = 75.0  # seconds after which a trial hangs that has said nothing: what it compiles takes less
 FLAG_SECONDS = 5.0  # after which a kernel gives up a flag: what would wait for ever must leave the rest some time
 
@@ -82,8 +79,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/kernels"))
     parser.add_argument("--seconds", type=float, default=460.0)
     parser.add_argument("--dry", action="store_true", help="walk through on a CPU")
+    parser.add_argument("--smoke", action="store_true", help="all of it at toy sizes on the GPU")
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1), help="compiling processes")
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)  # N/M: compile the N-th of M parts, and end
+    parser.add_argument("--of", default="", help=argparse.SUPPRESS)  # sections whose kernels are compiled
     parser.add_argument("--grouped", default="", help=argparse.SUPPRESS)  # a layout: try the kernel for Hopper, and end
     parser.add_argument("--without", default="", help=argparse.SUPPRESS)  # its tiles that are not tried, by name
     parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)  # on a machine that has compiled all
@@ -95,11 +94,12 @@ def main(arguments: list[str] | None = None) -> int:
         end_with_parent()
     if options.compile:
         part, parts = (int(number) for number in options.compile.split("/"))
-        compile_part(device, part, parts)
+        compile_part(device, part, parts, options.of.split(","))
         return 0
     if options.grouped:
         try:
-            grouped(device, _Printed(), (options.grouped,), set(options.without.split(",")))
+            sizes = TRIAL_SIZES[:SMOKE_SIZES] if options.smoke else TRIAL_SIZES
+            grouped(device, _Printed(), (options.grouped,), set(options.without.split(",")), sizes)
         except Exception as error:
             print(json.dumps({"trace": trace_of(error)}), flush=True)
             raise
@@ -113,12 +113,19 @@ def main(arguments: list[str] | None = None) -> int:
     verdicts: dict[str, bool | str] = {}
     trials: dict[str, Trial] = {}
     tiles.HOPPER = left_of_hopper(earlier)  # the tuner would hang where a trial did, or a run before
+    toy = options.dry or options.smoke
+    products = shapes(options.dry, options.smoke)
+    measured = {row["product"] for row in earlier if "tuned_ratio" in row and not row.get("unfinished")}
+    waiting = {what for what, parts in COMPILED.items() if not parts <= ended}
+    if any(product.name not in measured for product in products):
+        waiting.add("gemm")
     if not options.dry:
-        # in the first run on a machine they fill the cache as well
-        if tiles.HOPPER and not (options.again and HOPPER_SECTION in ended):
-            trials = {layout: _trial(layout, _left_out()) for layout in LAYOUTS}
-        if not options.again:
-            compile_ahead(options.jobs, 0.25 * options.seconds)
+        # they fill the cache as well, which is gone with the machine that a run before was on
+        if tiles.HOPPER and (HOPPER_SECTION not in ended or ("gemm" in waiting and not options.again)):
+            trials = {layout: _trial(layout, _left_out(), options.smoke) for layout in LAYOUTS}
+        if waiting and not (options.again or options.smoke):
+            jobs = options.jobs if not compiled.brought_along() else min(2, options.jobs)  # where there is little to do
+            compile_ahead(jobs, 0.25 * options.seconds, sorted(waiting))
             print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
     print(json.dumps(known))
     failed = [row for row in earlier if "failed" in row]
@@ -126,20 +133,22 @@ def main(arguments: list[str] | None = None) -> int:
     table = Table({"check": "s", "error": ".1e", "limit": ".1e"}, path, {"bench": "right"} | known, [*checks, *failed])
     left: list[str] = []
     sections: dict[str, Callable[[], object]] = {
-        "numerics": partial(numerics, device, table, options.dry),
-        "strategies": partial(strategies, device, table, options.dry),
-        "rounds": partial(rounds, device, table, options.dry),
-        "graphs": partial(graphs, device, table),
+        "numerics": partial(numerics, device, table, toy, (torch.bfloat16, torch.float32)),
+        "strategies": partial(strategies, device, table, toy),
+        "rounds": partial(rounds, device, table, toy),
+        "graphs": partial(graphs, device, table, 5 if toy else 50),
         "silence": partial(silence, device, table),
-        "fp8": partial(fp8.right, device, table, options.dry),
+        "fp8": partial(fp8.right, device, table, toy),
         HOPPER_SECTION: partial(grouped, device, table)
         if options.dry
-        else partial(tried, trials, started + 0.6 * options.seconds, table),
+        else partial(tried, trials, started + 0.6 * options.seconds, table, options.smoke),
     }
-    for name, call in sections.items():
+    late = {"numerics in fp16": partial(numerics, device, table, toy, (torch.float16,))}  # as bf16's but for a type
+
+    def check(name: str, call: Callable[[], object]) -> None:
         if name in table.failed or (name in ended and not (trials and name == HOPPER_SECTION)):
             print(f"{name}: has ended before", flush=True)
-            continue
+            return
         own = None if name == HOPPER_SECTION else SECTION_SECONDS  # that one ends its processes, and not this one
         with table.under_way(name), bounded(name, own, device):
             done = section(name, call, device, table, verdicts)
@@ -147,13 +156,22 @@ def main(arguments: list[str] | None = None) -> int:
             table.note(f"{name}: ended", section=name)
         else:
             left.append(name)
+
+    for name, call in sections.items():
+        check(name, call)
     for trial in trials.values():
         trial.kill()  # where the section had no turn
+    unfinished = ""
     if HOPPER_SECTION in table.failed or HOPPER_SECTION in left:  # what has not been tried to its end may hang
+        unfinished = HOPPER_SECTION if HOPPER_SECTION in left else ""  # its rows are measured again, by the next run
         tiles.HOPPER = ()
     latest = {row["check"]: row for row in table.rows}.values()
-    unfinished = left or any(what.split(": ")[0] in sections for what in table.failed)
-    verdicts["all results right"] = not unfinished and all(row["error"] < row["limit"] for row in latest)
+    tried_whole = (
+        not options.dry and HOPPER_SECTION not in left and not any(HOPPER_SECTION in what for what in table.failed)
+    )
+    name = "the kernel for Hopper right in every trial (then tiles.HOPPER_DEFAULT may be HOPPER[0])"
+    shown = [row for row in latest if any(config.name in row["check"] for config in HOPPER)]
+    verdicts[name] = all(row["error"] < row["limit"] for row in shown) if tried_whole and shown else "not measured"
 
     def measure(name: str, table: Table, call: Callable[[], int]) -> None:
         counts: list[int] = []
@@ -167,12 +185,13 @@ def main(arguments: list[str] | None = None) -> int:
     rest = options.seconds - spent
     # products take all that there is, and what comes behind them has goals too
     share = max(0.4 * rest, rest - OVERLAP_SECONDS - FP8_SECONDS)
-    measure("gemm", speed, partial(gemm.measure, _shapes(options.dry), device, speed, 7, TRIED, share, CASE_SECONDS))
-    verdicts |= judge.speed(speed.rows, _gpt_shapes(), devices.target_of(device).units)
+    timed = partial(gemm.measure, products, device, speed, 7, TRIED, share, CASE_SECONDS, unfinished)
+    measure("gemm", speed, timed)
+    verdicts |= judge.speed(speed.rows, gpt_shapes(), devices.target_of(device).units)
 
     spent = time.perf_counter() - started
     narrow = Table(fp8.COLUMNS, path, {"bench": "fp8"}, [*failed, *(row for row in earlier if "scaling" in row)])
-    sizes = [(64, 48, 32)] if options.dry else fp8.SHAPES
+    sizes = [(64, 48, 32)] if options.dry else fp8.SHAPES[:1] if options.smoke else fp8.SHAPES
     rest = options.seconds - spent
     share = max(0.4 * rest, rest - OVERLAP_SECONDS)
     measure("fp8's times", narrow, partial(fp8.measure, sizes, device, narrow, 7, share, CASE_SECONDS))
@@ -181,13 +200,22 @@ def main(arguments: list[str] | None = None) -> int:
     spent = time.perf_counter() - started
     cases = (row for row in earlier if "asked_share" in row)
     hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"}, [*failed, *cases])
-    shapes = [(32, 32, 32)] if options.dry else OVERLAP_SHAPES
-    asked = argparse.Namespace(size=4, rounds=3 if options.dry else 9, seconds=options.seconds - spent)
+    sizes = [(32, 32, 32)] if options.dry else [(1024, 1024, 1024)] if options.smoke else OVERLAP_SHAPES
+    asked = argparse.Namespace(size=4, rounds=3 if toy else 9, seconds=options.seconds - spent)
     dtype = torch.float32 if options.dry else torch.bfloat16
     counts = [2, 4] if options.dry else [4, 8]
-    timed = partial(overlap.measure, shapes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, asked, each=CASE_SECONDS)
+    shares = [0.4] if options.smoke else [0.2, 0.4, 0.8]
+    timed = partial(overlap.measure, sizes, shares, counts, dtype, device, hidden, asked, each=CASE_SECONDS)
     measure("overlap", hidden, timed)
     verdicts |= judge.overlap([] if options.dry else hidden.rows, overlap.OPERATIONS, OVERLAP_SHAPES)
+    for name, call in late.items():
+        if options.seconds - (time.perf_counter() - started) > LATE_SECONDS:
+            check(name, call)
+        else:
+            left.append(name)
+    latest = {row["check"]: row for row in table.rows}.values()
+    wrong = left or any(what.split(": ")[0] in sections | late for what in table.failed)
+    verdicts["all results right"] = not wrong and all(row["error"] < row["limit"] for row in latest)
     verdicts |= {told: False for one in (table, speed, narrow, hidden) for told in one.failed.values()}
     verdicts["seconds"] = f"{time.perf_counter() - started:.0f}"
     if options.dry:
@@ -233,13 +261,16 @@ def _left_out() -> set[str]:
     return {config.name for config in HOPPER} - {config.name for config in tiles.HOPPER}
 
 
-def _trial(layout: str, without: Iterable[str]) -> Trial:
-    return Trial(_command("--grouped", layout, "--without", ",".join(without)))
+def _trial(layout: str, without: Iterable[str], smoke: bool = False) -> Trial:
+    shorter = ["--smoke"] if smoke else []
+    return Trial(_command("--grouped", layout, "--without", ",".join(without), *shorter))
 
 
-def compile_ahead(jobs: int, seconds: float) -> None:
-    """Fill Triton's cache from several processes; one that fails or is late only leaves compiling to the sections."""
-    workers = [subprocess.Popen(_command("--compile", f"{part}/{jobs}")) for part in range(jobs)]
+def compile_ahead(jobs: int, seconds: float, sections: Iterable[str]) -> None:
+    """Fill Triton's cache with what these sections launch, from several processes; one that fails or is late only
+    leaves compiling to the sections."""
+    named = ",".join(sections)
+    workers = [subprocess.Popen(_command("--compile", f"{part}/{jobs}", "--of", named)) for part in range(jobs)]
     deadline = time.perf_counter() + seconds
     for part, worker in enumerate(workers):
         try:
@@ -250,52 +281,21 @@ def compile_ahead(jobs: int, seconds: float) -> None:
             end(worker)
 
 
-def compile_part(device: torch.device, part: int, parts: int) -> None:
-    """Launch every ``parts``-th of what the sections launch, once."""
-    calls: list[Callable[[], object]] = []
-    table = _Silent()
-    pairs = [(dtype, layout) for dtype in ROUNDING_LIMITS for layout in LAYOUTS]
-    calls += [partial(numerics, device, table, False, [pair]) for pair in pairs]
-    calls += [partial(strategies, device, table, False), partial(rounds, device, table, False, 2)]
-    found: dict[tuple[str, Config], Product] = {}
-    for product in _shapes(False):
-        a, b = (torch.empty(shape, dtype=product.dtype, device="meta") for shape in stored_shapes(product))
-        left, right = as_row_major(a, b, product.layout)
-        described = describable(left, right, left.new_empty((product.m, product.n)), False)
-        for config in tiles.tried(devices.target_of(device), product, described, TRIED):
-            if not config.groups:  # tried in processes of its own
-                found.setdefault((product.layout, config), Product(product.layout, 512, 512, 512, product.dtype))
-    for (layout, config), product in found.items():
-        a, b = (torch.zeros(shape, dtype=product.dtype, device=device) for shape in stored_shapes(product))
-        calls.append(partial(matmul, a, b, layout, backend="triton", config=config))
-    for call in calls[part::parts]:
+def compile_part(device: torch.device, part: int, parts: int, sections: Iterable[str]) -> None:
+    """Launch every ``parts``-th of what these sections launch, once, the longest compilations first."""
+    every = [one for one in launches(device, shapes(False), fp16=False) if one.section in sections]
+    for one in sorted(every, key=lambda one: -one.weight)[part::parts]:
         try:
-            call()
+            one.call()
         except Exception:  # the section itself will say what is wrong, where it has its turn
             traceback.print_exc()
     torch.cuda.synchronize()
 
 
-class _Silent:
-    """Takes a table's rows and shows none; an error it does show."""
+class _Printed:
+    """Takes a table's rows, and prints them as JSON lines."""
 
     failed: ClassVar[dict[str, str]] = {}
-
-    def under_way(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def fail(self, what: str, error: Exception) -> None:
-        print(f"{what}: {trace_of(error)}", file=sys.stderr, flush=True)
-
-    def add(self, **row: object) -> None:
-        pass
-
-    def begins(self, what: str, **values: object) -> None:
-        pass
-
-
-class _Printed(_Silent):
-    """Prints them as JSON lines."""
 
     def add(self, **row: object) -> None:
         print(json.dumps(row), flush=True)
@@ -304,7 +304,7 @@ class _Printed(_Silent):
         self.add(begins=what, **values)
 
 
-def tried(trials: dict[str, Trial], until: float, table: Table) -> None:
+def tried(trials: dict[str, Trial], until: float, table: Table, smoke: bool = False) -> None:
     """The rows of ``grouped``, one process a layout.
 
     A tile in which one hangs or dies has failed, and what is behind it is tried in another process. Where it is not
@@ -327,7 +327,7 @@ def tried(trials: dict[str, Trial], until: float, table: Table) -> None:
                 table.fail(f"{HOPPER_SECTION}: {last['tile']}", error, tile=last["tile"])
                 if time.perf_counter() > until:
                     raise OutOfTimeError(f"no time was left to try {layout} behind {last['tile']}")
-                trials[layout] = _trial(layout, _left_out())
+                trials[layout] = _trial(layout, _left_out(), smoke)
             _add(trials[layout].said()[0], table)
     except OutOfTimeError:
         raise
@@ -373,7 +373,13 @@ def left_of_hopper(earlier: list[dict[str, Any]]) -> tuple[Config, ...]:
     return tuple(config for config in HOPPER if config.name not in off)
 
 
-def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS, without: Iterable[str] = ()) -> None:
+def grouped(
+    device: torch.device,
+    table: Any,
+    layouts: tuple[str, ...] = LAYOUTS,
+    without: Iterable[str] = (),
+    sizes: Iterable[tuple[int, int, int]] = TRIAL_SIZES,
+) -> None:
     """The kernel for Hopper as the tuner looks at it before it may be chosen: sizes with and without borders.
 
     Raises:
@@ -382,7 +388,7 @@ def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS
     target = devices.target_of(device)
     for layout in layouts:
         trust = Trust(partial(runner, stored=layout))
-        for m, n, k in TRIAL_SIZES:
+        for m, n, k in sizes:
             product = Product(layout, m, n, k, torch.bfloat16)
             for config in HOPPER:
                 if config.name in without or not config.fits(target, product.dtype):
@@ -524,25 +530,23 @@ def silence(device: torch.device, table: Table) -> None:
     table.add(check="a flag that is never set", error=0.0 if told and poisoned else 1.0, limit=0.5)
 
 
-def _gpt_shapes() -> list[Product]:
-    """The layers of the papers' models, one for each hidden size, whole and as one real grid cuts the largest."""
-    found: dict[Product, None] = {}
-    for model in ("gpt-20b", "gpt-5b", "gpt-80b", "gpt-10b", "gpt-40b", "gpt-320b"):
-        for layer in layers(model, (1, 1, 1), 4096):
-            found.update(dict.fromkeys(layer.products(torch.bfloat16).values()))
-    for layer in layers("gpt-320b", (4, 2, 1), 2048):
-        found.update(dict.fromkeys(layer.products(torch.bfloat16).values()))
-    return list(found)
+def gpt_shapes() -> list[Product]:
+    """Layers of two of the papers' models, whole, and two of the largest as one real grid cuts them."""
+    cut = layers("gpt-320b", (4, 2, 1), 2048)[:2]
+    whole = [layer for model in ("gpt-20b", "gpt-80b") for layer in layers(model, (1, 1, 1), 4096)]
+    return [product for layer in [*whole, *cut] for product in layer.products(torch.bfloat16).values()]
 
 
-def _shapes(dry: bool) -> list[Product]:
+def shapes(dry: bool, smoke: bool = False) -> list[Product]:
     """What says most first, since time may end: square sizes that are known of every library, then the GPT shapes of
     the verdict, all kinds of one hidden size and then the next.
     """
     if dry:
         return [Product(layout, 64, 48, 32, torch.float32) for layout in LAYOUTS]
-    squares = {n: [Product(layout, n, n, n, torch.bfloat16) for layout in LAYOUTS] for n in (8192, 4096, 2048, 16384)}
-    return list(dict.fromkeys([*squares[8192], *squares[4096], *_gpt_shapes(), *squares[2048], *squares[16384]]))
+    if smoke:
+        return [Product(layout, 1024, 1024, 1024, torch.bfloat16) for layout in LAYOUTS]
+    squares = [Product(layout, n, n, n, torch.bfloat16) for n in (8192, 4096) for layout in LAYOUTS]
+    return list(dict.fromkeys([*squares, *gpt_shapes()]))
 
 
 if __name__ == "__main__":

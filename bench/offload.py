@@ -96,10 +96,11 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--dir", default=None, help="folder of the lower tier of a CPU rank; default: a temporary one")
     parser.add_argument("--out", type=Path, default=None, help="write offload.jsonl with verdicts here; on the GPU")
     parser.add_argument("--walk", action="store_true", help="with --out: on the CPU, at toy sizes")
+    parser.add_argument("--smoke", action="store_true", help="with --out: at toy sizes on the GPU")
     options = parser.parse_args(given)
     if options.out is not None:
         options.json, options.device = options.out / "offload.jsonl", "cpu" if options.walk else "cuda"
-    if options.walk:
+    if options.walk or options.smoke:
         options.width, options.blocks, options.rows, options.steps = 64, 2, 256, 1
     device = arguments.device("--device", options.device)
     if options.out is not None:

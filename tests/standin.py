@@ -13,10 +13,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import subprocess
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -114,12 +115,31 @@ class Graph:
     __del__ = reset
 
 
+class _Loaded(ctypes.Structure):
+    """The beginning of glibc's struct link_map, which dlopen's handles point at."""
+
+    _fields_: ClassVar = [("address", ctypes.c_size_t), ("name", ctypes.c_char_p)]
+
+
+def _hide_vendors() -> None:
+    """Torch's CUDA wheels load the vendor's libraries when torch is imported: the look of Axo at what is loaded, which
+    refuses a second copy, is to pass over them. They stay loaded, and torch goes on without a GPU."""
+    names = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    for name in names:
+        if re.search(r"/lib(cudart|nccl|cuda)\.so", name) and BUILT not in Path(name).parents:
+            handle = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)._handle
+            ctypes.cast(handle, ctypes.POINTER(_Loaded)).contents.name = _HIDDEN
+
+
+_HIDDEN = b"hidden"  # kept alive: glibc keeps its address
+
+
 def install(folder: str | os.PathLike | None) -> Gpu:
     """Give this process the stand-in GPU; ranks with the same ``folder`` reach each other. None: ranks are threads."""
     if folder is not None:
         os.environ["AXO_STANDIN_PEERS"] = str(folder)
-    os.environ["AXO_STANDIN_LIBRARIES"] = str(BUILT / "cuda")
     os.environ["AXO_NCCL_LIBRARY"] = str(BUILT / "cuda/libnccl.so.2")
+    _hide_vendors()
     for name in ("libcudart.so.12", "libcuda.so.1"):
         ctypes.CDLL(str(BUILT / "cuda" / name))  # Axo takes the copy that the process has loaded
     library = ctypes.CDLL(str(BUILT / "torch_device.so"))

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from axo_kernels.comm.communicator import CommunicatorProtocol
+from axo_kernels.device import interpreted, runs_triton
 from axo_kernels.fused.strategies import Way, gathered, split_gather
 from axo_kernels.gemm.layout import as_row_major, product_of
 
@@ -57,6 +58,8 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, scaling: str, over: int = -1) -
     """
     if scaling not in SCALINGS:
         raise ValueError(f"fp8: scaling={scaling!r}; use one of {', '.join(SCALINGS)}")
+    if x.dim() == 2 and x.numel() and runs_triton(x.device) and x.dtype != torch.float64:
+        return _rounded_by_kernel(x, dtype, scaling, over % 2)
     wide = x.float()
     largest = wide.abs().amax() if scaling == "tensor" else wide.abs().amax(over, keepdim=True)
     top = torch.finfo(dtype).max
@@ -65,10 +68,36 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, scaling: str, over: int = -1) -
     return Rounded((wide / scale).clamp(-top, top).to(dtype), scale)
 
 
-def multiply(a: Rounded, b: Rounded, out_dtype: torch.dtype) -> torch.Tensor:
+def _rounded_by_kernel(x: torch.Tensor, dtype: torch.dtype, scaling: str, over: int) -> Rounded:
+    """:func:`rounded`, each element read and written once; ``data`` lies along ``over``, as the product wants it."""
+    from axo_kernels.fused.fp8_kernels import round_kernel
+
+    lines = x if over == 1 else x.T
+    rows, columns = lines.shape
+    data = torch.empty((rows, columns), dtype=dtype, device=x.device)
+    top = torch.finfo(dtype).max
+    bits, lowest = (3, -6) if dtype == torch.float8_e4m3fn else (2, -14)
+    if scaling == "tensor":
+        largest = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+        scale = torch.where(largest == 0, 1.0, largest / top)
+        scale = torch.where(scale.isfinite(), scale, torch.nan)
+    else:
+        scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    along = lines.stride(1) == 1  # else neighbours in memory are rows, and tiles are turned on their way
+    block_rows, block_columns = (1, min(4096, 1 << (columns - 1).bit_length())) if along else (32, 64)
+    round_kernel[(-(-rows // block_rows),)](
+        lines, data, scale, rows, columns, lines.stride(0), lines.stride(1), top, SCALED=scaling == "tensor",
+        BITS=bits if interpreted() else 0, LOWEST=lowest, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=max(16, block_columns),
+        num_warps=8 if block_columns > 1024 else 4,
+    )  # fmt: skip
+    return Rounded(data, scale) if over == 1 else Rounded(data.T, scale if scale.dim() == 0 else scale.T)
+
+
+def multiply(a: Rounded, b: Rounded, out_dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
     """``(M, K)`` with scales ``()`` or ``(M, 1)``, ``(K, N)`` with ``()`` or ``(1, N)`` -> ``(M, N)``, sums in fp32.
 
-    A gradient (e5m2) is a, never b.
+    A gradient (e5m2) is a, never b. ``fast``: on a GPU sums are kept in the tensor cores, which hold fewer bits: what
+    the forward pass can afford.
     """
     if not runs(a.data.device):
         kind = a.data.device.type
@@ -82,9 +111,9 @@ def multiply(a: Rounded, b: Rounded, out_dtype: torch.dtype) -> torch.Tensor:
             raise ValueError(f"fp8: {name}={size} is no multiple of {MULTIPLE}, which the GPU needs; pad to {up}")
     rows, columns = a.data.contiguous(), b.data.T.contiguous().T  # B by columns; a packed weight's rows are longer
     if out_dtype == torch.bfloat16 or not (a.scale.dim() or b.scale.dim()):
-        return torch._scaled_mm(rows, columns, a.scale, b.scale, out_dtype=out_dtype)
+        return torch._scaled_mm(rows, columns, a.scale, b.scale, out_dtype=out_dtype, use_fast_accum=fast)
     one = a.scale.new_ones(())  # with a scale a row it gives bf16 only
-    result = torch._scaled_mm(rows, columns, one, one, out_dtype=torch.float32)
+    result = torch._scaled_mm(rows, columns, one, one, out_dtype=torch.float32, use_fast_accum=fast)
     return (result * a.scale * b.scale).to(out_dtype)
 
 
@@ -133,7 +162,7 @@ def _rounded_rows(a: torch.Tensor, scaling: str) -> Rounded:
 
 def _multiply_rounded(left: Rounded, matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     weight = unpacked(matrix)
-    return multiply(left, Rounded(weight.data.T, weight.scale.T.contiguous()), dtype)
+    return multiply(left, Rounded(weight.data.T, weight.scale.T.contiguous()), dtype, fast=True)
 
 
 def multiply_grad_packed(grad: torch.Tensor, matrix: torch.Tensor, scaling: str) -> torch.Tensor:
@@ -177,7 +206,7 @@ class _MatmulFp8(torch.autograd.Function):
         ctx.save_for_backward(a, b)
         ctx.scaling = scaling
         narrow, _ = formats(a.device)
-        return multiply(rounded(a, narrow, scaling, 1), rounded(b, narrow, scaling, 0), a.dtype)
+        return multiply(rounded(a, narrow, scaling, 1), rounded(b, narrow, scaling, 0), a.dtype, fast=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -81,7 +81,7 @@ class SegmentedProduct:
         product, workspace = self.product, self.workspace
         signals = workspace.order.signals
         target = devices.target_of(a.device)
-        left, right = as_row_major(a, b, product.layout)
+        left, right = as_row_major(a.resolve_neg(), b.resolve_neg(), product.layout)
         for tensor, name in ((left, "a"), (right, "b"), (out, "out")):
             check_offsets(tensor, name)
         described = describable(left, right, out, accumulate=False)
@@ -102,7 +102,7 @@ class SegmentedProduct:
         units = programs_left(self.comm, a.device)
         kernels.segment_matmul_kernel[(max(1, min(tiles.total, units)),)](
             *(operand_descriptors(left, right, config) if descriptors else (left, right)),
-            out, out if self.bias is None else self.bias.contiguous(), product.m, product.n, product.k,
+            out, out if self.bias is None else self.bias.resolve_neg().contiguous(), product.m, product.n, product.k,
             left.stride(0), left.stride(1), right.stride(0), right.stride(1), out.stride(0), out.stride(1),
             table, workspace.flags, workspace.counters, workspace.epoch, workspace.status, tiles.total,
             self.comm.spins,

@@ -46,17 +46,24 @@ _grouped_tile = gluon.jit(grouped_tile.fn)
 
 
 @builtin
-def _bulk_add(descriptor, coord, source, _semantic=None):  # type: ignore[no-untyped-def]
+def _added(descriptor, coord, source, _semantic=None):  # type: ignore[no-untyped-def]
     """Let the copy engine add a buffer of shared memory to memory; Gluon 3.6 has the operation, but no name for it."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     add = gl._core.ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(add, descriptor.handle, coord, source.handle)
 
 
+# What Gluon has renamed since 3.6; 3.9 keeps some of the older names, which only raise.
+_bulk_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_bulk_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_bulk_add = getattr(tma, "async_atomic_add", None) or _added
+_group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
 @gluon.jit
 def _produce(
-    a, b, a_ring, b_ring, full, empty, M, N, k_steps,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    a, b, a_ring, b_ring, full, empty, M, N, k_steps, group_m,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
     A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
@@ -68,7 +75,7 @@ def _produce(
     index = 0
     phase = 1  # a fresh barrier counts as one whose earlier phase is over
     for tile in range(gl.program_id(0), tiles_m * tiles_n, NUM_PROGRAMS):
-        tile_m, tile_n = _grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = _grouped_tile(tile, tiles_m, tiles_n, group_m)
         m0 = tile_m * BLOCK_M
         n0 = tile_n * BLOCK_N
         for step in range(k_steps):
@@ -80,13 +87,13 @@ def _produce(
                 row = m0 + half * ROWS
                 block = a_ring.index(index * HALVES + half)
                 if A_TRANSPOSED:
-                    tma.async_copy_global_to_shared(a, [k, row], ready, block)
+                    _bulk_load(a, [k, row], ready, block)
                 else:
-                    tma.async_copy_global_to_shared(a, [row, k], ready, block)
+                    _bulk_load(a, [row, k], ready, block)
             if B_TRANSPOSED:
-                tma.async_copy_global_to_shared(b, [n0, k], ready, b_ring.index(index))
+                _bulk_load(b, [n0, k], ready, b_ring.index(index))
             else:
-                tma.async_copy_global_to_shared(b, [k, n0], ready, b_ring.index(index))
+                _bulk_load(b, [k, n0], ready, b_ring.index(index))
             index += 1
             if index == STAGES:
                 index = 0
@@ -104,20 +111,20 @@ def _store(
         columns = column + gl.arange(0, COLUMNS, layout=layout)
         values += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32).expand_dims(0)
     tma.store_wait(0)
-    gl.thread_barrier()  # of this group alone: who asked the copy engine knows that the buffer is free
+    _group_barrier()  # of this group alone: who asked the copy engine knows that the buffer is free
     buffer.store(values.to(c.dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    _group_barrier()
     if ACCUMULATE:
         _bulk_add(c, [row, column], buffer)
     else:
-        tma.async_copy_shared_to_global(c, [row, column], buffer)
+        _bulk_store(c, [row, column], buffer)
 
 
 @gluon.jit
 def _consume(
-    a_ring, b_ring, c, bias, buffers, full, empty, order, M, N, k_steps,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
+    a_ring, b_ring, c, bias, buffers, full, empty, order, M, N, k_steps, group_m,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, HALVES: gl.constexpr, PARTS: gl.constexpr, HEAD: gl.constexpr,
     A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
     HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr, WHO: gl.constexpr,
@@ -135,7 +142,7 @@ def _consume(
         mbarrier.wait(order.index(1), 0)
     turn = FIRST
     for tile in range(gl.program_id(0) + FIRST * NUM_PROGRAMS, tiles_m * tiles_n, STRIDE * NUM_PROGRAMS):
-        tile_m, tile_n = _grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = _grouped_tile(tile, tiles_m, tiles_n, group_m)
         position = turn * k_steps
         index = position % STAGES
         phase = (position // STAGES) & 1
@@ -180,14 +187,15 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["group_m"])
 def hopper_matmul_kernel(
-    a, b, c, bias, M, N, K,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+    a, b, c, bias, M, N, K, group_m,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, PARTS: gl.constexpr,
     A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
-    """Host descriptors. a: blocks (rows, BLOCK_K), or (BLOCK_K, rows) when stored [K, M], with the rows of one group;
+    """Host descriptors; group_m: row tiles that are walked together, no constant of the code, which would be compiled
+    for each. a: blocks (rows, BLOCK_K), or (BLOCK_K, rows) when stored [K, M], with the rows of one group;
     b: (BLOCK_K, BLOCK_N), or (BLOCK_N, BLOCK_K) when stored [N, K]; c: (rows of one group, BLOCK_N // PARTS)."""
     HALVES: gl.constexpr = 1 if PINGPONG else 2
     HEAD: gl.constexpr = STAGES // 2
@@ -207,15 +215,15 @@ def hopper_matmul_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                a_ring, b_ring, c, bias, buffers, full, empty, order, M, N, k_steps, BLOCK_M, BLOCK_N, GROUP_M,
+                a_ring, b_ring, c, bias, buffers, full, empty, order, M, N, k_steps, group_m, BLOCK_M, BLOCK_N,
                 NUM_PROGRAMS, STAGES, HALVES, PARTS, HEAD, A_TRANSPOSED, B_TRANSPOSED, HAS_BIAS, ACCUMULATE, 0,
             )),
             (_consume, (
-                a_ring, b_ring, c, bias, buffers, full, empty, order, M, N, k_steps, BLOCK_M, BLOCK_N, GROUP_M,
+                a_ring, b_ring, c, bias, buffers, full, empty, order, M, N, k_steps, group_m, BLOCK_M, BLOCK_N,
                 NUM_PROGRAMS, STAGES, HALVES, PARTS, HEAD, A_TRANSPOSED, B_TRANSPOSED, HAS_BIAS, ACCUMULATE, 1,
             )),
             (_produce, (
-                a, b, a_ring, b_ring, full, empty, M, N, k_steps, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NUM_PROGRAMS,
+                a, b, a_ring, b_ring, full, empty, M, N, k_steps, group_m, BLOCK_M, BLOCK_N, BLOCK_K, NUM_PROGRAMS,
                 STAGES, HALVES, A_TRANSPOSED, B_TRANSPOSED,
             )),
         ],

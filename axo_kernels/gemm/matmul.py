@@ -11,7 +11,7 @@ vendor library is fastest is the tuner's question (axo_kernels.tune), communicat
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,16 @@ from axo_kernels.gemm.layout import (
     product_of,
     share_memory,
 )
-from axo_kernels.gemm.tiles import Config, Target, cut_to_fit, default_config, purpose_of, shrink, split_short
+from axo_kernels.gemm.tiles import (
+    Config,
+    Target,
+    cut_to_fit,
+    default_config,
+    hopper_default,
+    purpose_of,
+    shrink,
+    split_short,
+)
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "silu_gate")
 BACKENDS = (None, "vendor", "triton")
@@ -74,6 +83,8 @@ class Epilogue:
                 raise ValueError(f"matmul: out has shape {tuple(out.shape)}; the product has {shape}")
             if self.out_dtype not in (None, out.dtype):
                 raise ValueError(f"matmul: out is {out.dtype} and out_dtype is {self.out_dtype}; leave out_dtype away")
+            if out.is_neg():
+                raise ValueError("matmul: out is a view that negates (of a conjugate); write into memory of its own")
             if overlaps_itself(out):
                 raise ValueError(
                     f"matmul: out of shape {shape} has strides {out.stride()}, so that elements share memory; give room"
@@ -136,6 +147,7 @@ def matmul(
         )
     if backend == "vendor" or not triton_runs or min(product.m, product.n, product.k, product.batch) == 0:
         return vendor_matmul(a, b, layout, out, bias, activation, accumulate, out_dtype, gate=gate)
+    a, b = a.resolve_neg(), b.resolve_neg()  # a kernel reads memory, not a view that negates (x.conj().imag)
     if out is None and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias, gate)):
         if activation is not None or (out_dtype or a.dtype) != a.dtype:
             raise ValueError(
@@ -145,7 +157,7 @@ def matmul(
         rows, lead = folded_rows(a, b, layout)
         result: torch.Tensor = _Matmul.apply(rows, b, bias, layout, config)
         return result if rows is a else result.view(*lead, product.n)
-    return _triton_matmul(a, b, product, epilogue, config)
+    return triton_matmul(a, b, product, epilogue, config)[0]
 
 
 def _plain_vendor(a: torch.Tensor, b: torch.Tensor, layout: str) -> torch.Tensor:
@@ -219,16 +231,60 @@ def vendor_matmul(
     return result.to(dtype)
 
 
-def _triton_matmul(
+@dataclass(frozen=True)
+class Prepared:
+    """A launch of a kernel that loads through descriptors, but for its tensors.
+
+    For others of the same shapes, strides and dtypes, with bases of 16 bytes: what a launch looks up, checks and
+    chooses took the host several times as long as Triton's own part of it.
+    """
+
+    kernel: Any
+    programs: int
+    operands: tuple[tuple[bool, Any, dict[str, Any]], ...]  # a, b, c: whether turned, the descriptor but for its base
+    gated: bool  # whether the kernel takes a gate behind the bias
+    numbers: tuple[int, ...]
+    options: dict[str, Any]
+
+    def __call__(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, gate: Any = None
+    ) -> None:
+        """Launch, for operands and result as they are stored."""
+        described = []
+        for matrix, (turned, kind, fields) in zip((a, b, out), self.operands, strict=True):
+            one = kind.__new__(kind)
+            one.__dict__.update(fields, base=matrix.mT if turned else matrix)
+            described.append(one)
+        behind = (out if bias is None else bias, *((out if gate is None else gate,) if self.gated else ()))
+        self.kernel[(self.programs,)](*described, *behind, *self.numbers, **self.options)
+
+
+def _prepared(
+    kernel: Any, programs: int, stored: tuple[torch.Tensor, ...], described: list[Any], numbers: tuple[int, ...],
+    options: dict[str, Any], gated: bool,
+) -> Prepared:  # fmt: skip
+    operands = tuple(
+        (matrix.stride(-1) != 1, type(one), {name: value for name, value in vars(one).items() if name != "base"})
+        for matrix, one in zip(stored, described, strict=True)
+    )
+    return Prepared(kernel, programs, operands, gated, numbers, options)
+
+
+def triton_matmul(
     a: torch.Tensor, b: torch.Tensor, product: Product, epilogue: Epilogue, config: Config | None
-) -> torch.Tensor:
-    """Prepare and launch the Triton kernel; the arguments have been checked."""
+) -> tuple[torch.Tensor, Prepared | None]:
+    """Prepare and launch the Triton kernel; the arguments have been checked.
+
+    Returns:
+        The result, and what launches it again for other tensors of two dims; None: whatever they are, begin here.
+    """
     out, gate = epilogue.out, epilogue.gate
     if out is None:
         shape = (*a.shape[:-2], product.m, product.n)
         out = torch.empty(shape, dtype=epilogue.out_dtype or a.dtype, device=a.device)
-    if gate is not None and gate.stride(-1) != 1:
-        gate = gate.contiguous()
+    if gate is not None:
+        gate = gate.resolve_neg()
+        gate = gate if gate.stride(-1) == 1 else gate.contiguous()
     a, _ = folded_rows(a, b, product.layout)
     written = out
     if a.dim() == 2:  # one matrix: a's leading dims, if any, have become rows
@@ -243,10 +299,14 @@ def _triton_matmul(
     for tensor, name in ((left, "a"), (right, "b"), (written, "out"), (gate, "gate")):
         if tensor is not None:
             check_offsets(tensor, name)
-    _launch(left, right, written, gate, product, epilogue, config)
+    prepared = _launch(left, right, written, gate, product, epilogue, config)
     if written.data_ptr() != out.data_ptr():
         out.copy_(written.view(out.shape))
-    return out
+    if prepared is None or not a.dim() == b.dim() == out.dim() == 2:
+        return out, None
+    turned = (product.layout == "TN", product.layout == "NT", False)  # from the stored operands to left and right
+    pairs = zip(prepared.operands, turned, strict=True)
+    return out, replace(prepared, operands=tuple((one[0] != turn, *one[1:]) for one, turn in pairs))
 
 
 def _launch(
@@ -257,7 +317,7 @@ def _launch(
     product: Product,
     epilogue: Epilogue,
     config: Config | None,
-) -> None:
+) -> Prepared | None:
     """Launch the kernel for ``left[..., M, K] @ right[..., K, N]`` into ``out``; chooses the path and the grid."""
     target = devices.target_of(left.device)
     kernels = devices.gemm_kernels()
@@ -265,6 +325,9 @@ def _launch(
     bias, activation, accumulate = epilogue.bias, epilogue.activation, epilogue.accumulate
     wide = accumulate or gate is not None
     descriptors = describable(left, right, out, accumulate)
+    if config is None:
+        plain = descriptors and activation is None and gate is None
+        config = hopper_default(target, product, out.dtype, accumulate, plain)
     if config is None:
         described = uses_descriptors(target, left, descriptors)
         config = shrink(default_config(target, left.dtype, described, purpose_of(target, wide, activation)), product)
@@ -295,12 +358,11 @@ def _launch(
             raise ValueError(
                 f"matmul {product.name}: configuration '{config.name}' has no activation; apply it outside"
             )
-        launch_grouped(left, right, out, bias, product, config, accumulate)
-        return
+        return launch_grouped(left, right, out, bias, product, config, accumulate)
     slots = target.units * config.occupancy(target, left.dtype.itemsize, out.dtype.itemsize, wide, activation or "")
     programs = min(tiles, slots)
     behind = {"HAS_BIAS": bias is not None, "ACTIVATION": activation or "", "ACCUMULATE": accumulate}
-    bias = out if bias is None else bias.contiguous()
+    bias = out if bias is None else bias.resolve_neg().contiguous()
     final, pieces = out, config.split_k
     if pieces > 1:  # fp32 sums of each piece, with whole tiles of rows: what is behind the sum comes with the last step
         rows = tiles_m * config.block_m
@@ -316,14 +378,17 @@ def _launch(
     if config.descriptors:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        left, right = _matrix(left), _matrix(right)
-        kernels.matmul_descriptor_kernel[(programs,)](
-            *operand_descriptors(left, right, config),
-            TensorDescriptor.from_tensor(_matrix(out), [config.block_m, config.block_n // config.parts]),
-            bias, out if gate is None else gate, product.m, product.n, product.k,
-            0 if gate is None else gate.stride(-2),
-            A_TRANSPOSED=left.stride(-1) != 1, B_TRANSPOSED=right.stride(-1) != 1, PARTS=config.parts, **options,
-        )  # fmt: skip
+        left, right, out = _matrix(left), _matrix(right), _matrix(out)
+        result = TensorDescriptor.from_tensor(out, [config.block_m, config.block_n // config.parts])
+        numbers = (product.m, product.n, product.k, 0 if gate is None else gate.stride(-2))
+        options |= {"A_TRANSPOSED": left.stride(-1) != 1, "B_TRANSPOSED": right.stride(-1) != 1, "PARTS": config.parts}
+        matrices = [*operand_descriptors(left, right, config), result]
+        prepared = _prepared(
+            kernels.matmul_descriptor_kernel, programs, (left, right, out), matrices, numbers, options, True
+        )
+        prepared(left, right, out, bias, gate)
+        if pieces == 1:
+            return prepared
     else:
         left, right, out = _batched(left), _batched(right), _batched(out)
         read = out if gate is None else _batched(gate)
@@ -340,6 +405,7 @@ def _launch(
             out, final, bias, gate, product.m, product.n, rows * product.n, final.stride(0), final.stride(1),
             gate.stride(-2), PIECES=pieces, BLOCK_M=32, BLOCK_N=128, num_warps=4, **last,
         )  # fmt: skip
+    return None
 
 
 def hints(config: Config) -> dict[str, int]:
@@ -356,7 +422,7 @@ def launch_grouped(
     product: Product,
     config: Config,
     accumulate: bool,
-) -> None:
+) -> Prepared:
     """Launch the kernel for Hopper (hopper.py)."""
     from axo_kernels.gemm import hopper
 
@@ -365,18 +431,25 @@ def launch_grouped(
     units = devices.target_of(left.device).units
     tiles = math.ceil(product.m / config.block_m) * math.ceil(product.n / config.block_n)
     a_transposed, b_transposed = left.stride(-1) != 1, right.stride(-1) != 1
-    hopper.hopper_matmul_kernel[(min(tiles, units),)](
+    described = [
         hopper.descriptor(left.mT if a_transposed else left, hopper.block(rows, config.block_k, a_transposed)),
         hopper.descriptor(
             right.mT if b_transposed else right, hopper.block(config.block_k, config.block_n, b_transposed)
         ),
         hopper.descriptor(out, [rows, config.block_n // config.parts]),
-        out if bias is None else bias.contiguous(), product.m, product.n, product.k,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-        NUM_PROGRAMS=units, STAGES=config.stages, PINGPONG=config.groups == "pingpong", PARTS=config.parts,
-        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, HAS_BIAS=bias is not None, ACCUMULATE=accumulate,
-        num_warps=config.warps, maxnreg=hopper.REGISTERS,
-    )  # fmt: skip
+    ]
+    options = {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "NUM_PROGRAMS": units,
+        "STAGES": config.stages, "PINGPONG": config.groups == "pingpong", "PARTS": config.parts,
+        "A_TRANSPOSED": a_transposed, "B_TRANSPOSED": b_transposed, "HAS_BIAS": bias is not None,
+        "ACCUMULATE": accumulate, "num_warps": config.warps, "maxnreg": hopper.REGISTERS,
+    }  # fmt: skip
+    numbers = (product.m, product.n, product.k, config.group_m)
+    prepared = _prepared(
+        hopper.hopper_matmul_kernel, min(tiles, units), (left, right, out), described, numbers, options, False
+    )
+    prepared(left, right, out, None if bias is None else bias.resolve_neg().contiguous())
+    return prepared
 
 
 def operand_descriptors(left: torch.Tensor, right: torch.Tensor, config: Config) -> list[Any]:

@@ -407,6 +407,28 @@ HOPPER = tuple(
     )
     for group_m in (8, 16)
 )
+# The one of them that a plain product takes where nobody has tuned. None until a GPU has trusted it: the results of a
+# run of bench.kernels there, whose verdict on the kernel for Hopper is True, are committed with HOPPER[0] here.
+HOPPER_DEFAULT: Config | None = None
+
+
+def hopper_default(
+    target: Target, product: Product, out_dtype: torch.dtype, accumulate: bool, plain: bool
+) -> Config | None:
+    """HOPPER_DEFAULT for a product that it can do; None: the others' defaults hold.
+
+    Args:
+        plain: Operands and result are described, and nothing but a bias is behind the sum.
+    """
+    config = HOPPER_DEFAULT
+    if config is None or not (target.hopper and plain and product.dtype.itemsize == 2 and product.batch == 1):
+        return None
+    config = accumulating(config) if accumulate else config
+    tiles = -(-product.m // config.block_m) * -(-product.n // config.block_n)
+    # of few tiles K is cut, which that kernel does not do
+    return config if config.fits(target, product.dtype, out_dtype) and 2 * tiles > target.units else None
+
+
 _SHAPES = {
     "nvidia": ((128, 256, 8), (256, 128, 8), (128, 128, 8), (128, 128, 4), (64, 256, 4), (128, 64, 4), (64, 64, 4)),
     "amd": ((256, 256, 8), (256, 128, 8), (128, 256, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4), (64, 64, 4)),

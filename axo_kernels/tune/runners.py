@@ -12,9 +12,9 @@ from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.device import target_of
 from axo_kernels.fused.fp8 import run_all_gather_fp8
 from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
-from axo_kernels.gemm.layout import as_row_major, laid_out, relayout
-from axo_kernels.gemm.matmul import describable, matmul, vendor_matmul
-from axo_kernels.gemm.tiles import accumulating
+from axo_kernels.gemm.layout import as_row_major, laid_out, product_of, relayout
+from axo_kernels.gemm.matmul import Epilogue, Prepared, describable, matmul, triton_matmul, vendor_matmul
+from axo_kernels.gemm.tiles import Config, accumulating
 from axo_kernels.tune.choice import Choice
 
 Runner = Callable[..., torch.Tensor]
@@ -23,7 +23,7 @@ Runner = Callable[..., torch.Tensor]
 def runner(choice: Choice, stored: str) -> Callable[..., torch.Tensor]:
     """Return a function of the stored operands that computes their product in the chosen way."""
     copy_a, copy_b = relayout(stored, choice.layout)
-    compute = partial(_triton, choice) if choice.backend == "triton" else partial(vendor_matmul, layout=choice.layout)
+    compute: Runner = _Triton(choice) if choice.backend == "triton" else partial(vendor_matmul, layout=choice.layout)
     if not (copy_a or copy_b):
         return compute
 
@@ -49,27 +49,100 @@ SHORTEST: dict[tuple[str, bool], Runner] = {
 }
 
 
-def _triton(choice: Choice, a: torch.Tensor, b: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """The Triton kernel, with the measured tile where this call has the alignment and epilogue it was measured with."""
-    config = choice.config
-    grouped = config is not None and bool(config.groups)
-    if grouped and rest.get("accumulate") and rest.get("activation") is None and rest.get("gate") is None:
-        assert config is not None
-        config = accumulating(config)
-        left, right = as_row_major(a, b, choice.layout)
-        if not describable(left, right, rest["out"], True):
+class _Triton:
+    """The Triton kernel, with the measured tile where a call has the alignment and epilogue it was measured with.
+
+    What the first launch for some shapes, strides and alignment has looked up and checked is kept for the next ones.
+    """
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self._prepared: dict[tuple[Any, ...], Prepared] = {}
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        accumulate: bool = False,
+        **rest: Any,
+    ) -> torch.Tensor:
+        plain = all(value is None for value in rest.values())
+        key = _key(a, b, out, bias, accumulate) if plain else None
+        known = self._prepared.get(key) if key is not None else None
+        if known is not None:
+            if out is None:
+                out = a.new_empty((known.numbers[0], known.numbers[1]))
+            known(a, b, out, bias)
+            return out
+        rest |= {"out": out, "bias": bias, "accumulate": accumulate}
+        config = self._config(a, b, **rest)
+        if key is None:
+            return matmul(a, b, self.choice.layout, backend="triton", config=config, **rest)
+        product, epilogue = product_of(a, b, self.choice.layout), Epilogue(out, bias, None, accumulate)
+        epilogue.check(product, a)
+        result, prepared = triton_matmul(a, b, product, epilogue, config)
+        if prepared is not None:
+            if len(self._prepared) >= _KEPT:
+                self._prepared.clear()
+            self._prepared[key] = prepared
+        return result
+
+    def _config(self, a: torch.Tensor, b: torch.Tensor, **rest: Any) -> Config | None:
+        config = self.choice.config
+        grouped = config is not None and bool(config.groups)
+        if grouped and rest.get("accumulate") and rest.get("activation") is None and rest.get("gate") is None:
+            assert config is not None
+            config = accumulating(config)
+            left, right = as_row_major(a, b, self.choice.layout)
+            if not describable(left, right, rest["out"], True):
+                config = None
+        elif rest.get("accumulate") or rest.get("gate") is not None or (grouped and rest.get("activation") is not None):
             config = None
-    elif rest.get("accumulate") or rest.get("gate") is not None or (grouped and rest.get("activation") is not None):
-        config = None
-    elif config is not None and config.descriptors:
-        left, right = as_row_major(a, b, choice.layout)
-        out = rest.get("out")
-        if not describable(left, right, left if out is None else out, False):
-            config = None
-    wider = rest.get("out_dtype") if rest.get("out") is None else rest["out"].dtype
-    if config is not None and wider is not None and not config.fits(target_of(a.device), a.dtype, wider):
-        config = None  # its epilogue was measured with a narrower result
-    return matmul(a, b, choice.layout, backend="triton", config=config, **rest)
+        elif config is not None and config.descriptors:
+            left, right = as_row_major(a, b, self.choice.layout)
+            out = rest.get("out")
+            if out is None:  # a result of torch's: its rows one behind the other
+                out = left.new_empty((left.shape[-2], right.shape[-1]), device="meta")
+            if not describable(left, right, out, False):
+                config = None
+        wider = rest.get("out_dtype") if rest.get("out") is None else rest["out"].dtype
+        if config is not None and wider is not None and not config.fits(target_of(a.device), a.dtype, wider):
+            config = None  # its epilogue was measured with a narrower result
+        return config
+
+
+_KEPT = 256  # launches of one choice: more strides than that are no layer's
+
+
+def _key(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None, accumulate: bool
+) -> tuple[Any, ...] | None:
+    """What a launch is prepared for; None where it has to be looked at anew: gradients are wanted or operands cast, a
+    batch, an empty product, numbers that torch's switches may multiply otherwise, bases without 16 bytes.
+    """
+    if a.dim() != 2 or b.dim() != 2 or a.dtype.itemsize != 2 or not a.numel() * b.numel():
+        return None
+    pointers = a.data_ptr() | b.data_ptr()
+    into = behind = None
+    if out is not None:
+        pointers |= out.data_ptr()
+        into = (out.shape, out.stride(), out.dtype)
+    elif torch.is_autocast_enabled(a.device.type):
+        return None
+    elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
+        return None
+    if bias is not None:
+        pointers |= bias.data_ptr()
+        if not bias.is_contiguous():
+            return None
+        behind = (bias.shape, bias.dtype, bias.device)
+    if pointers % 16:
+        return None
+    # the device of each: what is on another must be refused
+    devices = (a.device, b.device, a.device if out is None else out.device)
+    return a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype, into, behind, accumulate, devices
 
 
 def way_of(choice: Choice, stored: str) -> Way:

@@ -1,7 +1,9 @@
 """Time rivals against each other: in turns, so that whatever slows the machine slows all of them, and by medians.
 
 On a GPU device events are used, the host has a head start that covers its launches, and the caches are flushed between
-runs; on a CPU the wall clock. Times are in seconds.
+runs; on a CPU the wall clock. Rivals are compared by the longer of device's and host's time: a call that the host
+issues more slowly than the device computes it is no faster than that in a program that waits for nothing. Times are in
+seconds.
 """
 
 from __future__ import annotations
@@ -26,14 +28,22 @@ class Timing:
     """What was measured of one rival.
 
     Attributes:
-        seconds: Median over the rounds.
-        ratio: Median over the rounds of this rival's time over the first rival's time in the same round.
+        seconds: Median over the rounds, of the device.
+        ratio: Median over the rounds of this rival's time over the first rival's time in the same round: the longer of
+            device's and host's.
         late_ratio: The ratio that three rounds of four stay under.
+        issued: Median of the host's seconds for a call; 0 on a CPU, which does not issue but work.
     """
 
     seconds: float
     ratio: float
     late_ratio: float
+    issued: float = 0.0
+
+    @property
+    def judged(self) -> float:
+        """Seconds that a program pays: the longer of device's and host's."""
+        return max(self.seconds, self.issued)
 
 
 def issue_time(call: Thunk, device: torch.device) -> float:
@@ -57,19 +67,56 @@ def head_start(issued: float) -> float:
     return min(_LONGEST, max(_SHORTEST, 2 * issued))
 
 
-def once(call: Thunk, device: torch.device, issued: float = 0.0) -> float:
-    """Time one call, after everything before it has finished; ``issued``: what :func:`issue_time` has found."""
+def timed(call: Thunk, device: torch.device, issued: float = 0.0) -> tuple[float, float]:
+    """Time one call, after everything before it has finished: seconds of the device, and of the host to issue it (0 on
+    a CPU). ``issued``: what :func:`issue_time` has found."""
+    started = time.perf_counter()
     if device.type != "cuda":
-        started = time.perf_counter()
         call()
-        return time.perf_counter() - started
+        return time.perf_counter() - started, 0.0
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(int(head_start(issued) * _CYCLES))
     start.record()
+    started = time.perf_counter()
     call()
+    host = time.perf_counter() - started
     stop.record()
     stop.synchronize()
-    return start.elapsed_time(stop) / 1e3
+    return start.elapsed_time(stop) / 1e3, host
+
+
+def once(call: Thunk, device: torch.device, issued: float = 0.0) -> float:
+    """The device's seconds of :func:`timed`."""
+    return timed(call, device, issued)[0]
+
+
+def sustained(calls: Sequence[Thunk], device: torch.device, rounds: int = 7, seconds: float = 0.02) -> list[Timing]:
+    """Time all calls in turns, each many times back to back, as a training step has them: caches are warm, the card is
+    at the clock of its work, and what the host issues too slowly shows.
+
+    Args:
+        calls: The rivals; the first is what the others are compared with.
+        device: Where they run.
+        rounds: Turns; every second one runs in reverse order.
+        seconds: Of one rival in a turn, about.
+    """
+    counts = []
+    for call in calls:
+        call()
+        counts.append(max(1, min(500, int(seconds / max(1e-6, timed(call, device, issue_time(call, device))[0])))))
+    times: list[list[tuple[float, float]]] = [[] for _ in calls]
+    for turn in range(rounds):
+        order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
+        for index in order:
+            call, count = calls[index], counts[index]
+
+            def batch(call: Thunk = call, count: int = count) -> None:
+                for _ in range(count):
+                    call()
+
+            device_time, host = timed(batch, device)
+            times[index].append((device_time / count, host / count))
+    return _timings(times)
 
 
 def paired(
@@ -89,20 +136,26 @@ def paired(
         for _ in range(warmup):
             call()
     issued = [issue_time(call, device) for call in calls]
-    times: list[list[float]] = [[] for _ in calls]
+    times: list[list[tuple[float, float]]] = [[] for _ in calls]
     started = time.perf_counter()
     for turn in range(rounds):
         order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
         for index in order:
             if flush is not None:
                 flush.zero_()
-            times[index].append(once(calls[index], device, issued[index]))
+            times[index].append(timed(calls[index], device, issued[index]))
         if turn >= 2 and time.perf_counter() - started > budget:
             break
+    return _timings(times)
+
+
+def _timings(times: Sequence[Sequence[tuple[float, float]]]) -> list[Timing]:
+    """Medians of what the rounds took on the device and on the host, and of the ratios to the first."""
     timings = []
     for mine in times:
-        ratios = sorted(x / y for x, y in zip(mine, times[0], strict=True))
-        timings.append(Timing(statistics.median(mine), statistics.median(ratios), ratios[3 * len(ratios) // 4]))
+        ratios = sorted(max(x) / max(y) for x, y in zip(mine, times[0], strict=True))
+        seconds, issued = (statistics.median(each) for each in zip(*mine, strict=True))
+        timings.append(Timing(seconds, statistics.median(ratios), ratios[3 * len(ratios) // 4], issued))
     return timings
 
 

@@ -297,14 +297,14 @@ class Tuner:
             self._tell(len(choices), len(choices), f"{name}: times")
             calls = [partial(run, choice, operands) for choice in right]
             # Two stages: a short look leaves out what is far behind, the rest is timed in turns.
-            quick = self._together([timing.seconds for timing in paired(calls, device, rounds=3, warmup=1)])
+            quick = self._together([timing.judged for timing in paired(calls, device, rounds=3, warmup=1)])
             self.seen[name] = list(zip(right, quick, strict=True))
             near = [index for index, seconds in enumerate(quick) if index == 0 or seconds < 1.25 * min(quick)]
             rounds = max(5, min(self.rounds, int(self.budget / max(1e-6, sum(quick[index] for index in near)))))
             timings = paired([calls[index] for index in near], device, rounds=rounds, warmup=1)
             ratios = self._together([timing.ratio for timing in timings])
             late = self._together([timing.late_ratio for timing in timings])
-            seconds = self._together([timing.seconds for timing in timings])
+            seconds = self._together([timing.judged for timing in timings])
         self._tell(len(choices), len(choices), name)
         # torch's own way stays unless the gain is larger than the margin, and there in three rounds of four
         sure = [index for index in range(len(near)) if ratios[index] <= 1 - _MARGIN and late[index] < 1]

@@ -4,9 +4,9 @@ accumulation. A check that raises leaves the others their turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,42 +22,66 @@ ROUNDING_LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-
 Multiply = Callable[..., torch.Tensor]
 
 
-def numerics(device: torch.device, table: Any, dry: bool, only: list[tuple[torch.dtype, str]] | None = None) -> None:
-    """Add a row for each check.
+class NumericCase(NamedTuple):
+    """A product, and what is done behind its sum: "", "accumulated", or an activation."""
 
-    Args:
-        device: Where.
-        table: For the rows.
-        dry: Small sizes, and torch's own product where ours does not run.
-        only: Of these pairs of dtype and layout; None: all.
-    """
+    product: Product
+    behind: str
+    limit: float
+    multiply_by: str | None  # the backend: None where ours does not run
+
+    @property
+    def name(self) -> str:
+        return f"{self.product.name} {self.behind}".strip()
+
+    def draw(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Multiply]:
+        a, b = (torch.randn(shape, device=device).to(self.product.dtype) for shape in stored_shapes(self.product))
+        return a, b, partial(matmul, a, b, self.product.layout, backend=self.multiply_by)
+
+    def launch(self, device: torch.device) -> None:
+        """The kernel alone: to compile it."""
+        _, _, multiply = self.draw(device)
+        self._error(multiply, torch.empty(self.product.m, self.product.n, dtype=torch.float64, device=device))
+
+    def error(self, device: torch.device) -> float:
+        a, b, multiply = self.draw(device)
+        return self._error(multiply, matmul_reference(a, b, self.product.layout))
+
+    def _error(self, multiply: Multiply, reference: torch.Tensor) -> float:
+        if not self.behind:
+            return _product(multiply, self.product.dtype, reference)
+        if self.behind == "accumulated":
+            return _accumulated(multiply, reference)
+        return _activated(multiply, self.product.dtype, self.behind, reference)
+
+
+def numeric_cases(dtype: torch.dtype, dry: bool) -> list[NumericCase]:
+    """All checks of one dtype. ``dry``: small sizes, and torch's own product where ours does not run."""
     sizes = [(1, 1, 1), (7, 128, 31), (101, 13, 97)] + ([] if dry else [(512, 768, 1024), (1000, 1001, 1003)])
-    for dtype, limit in ROUNDING_LIMITS.items():
-        for layout in LAYOUTS:
-            if only is not None and (dtype, layout) not in only:
-                continue
-            for m, n, k in sizes:
-                stored = stored_shapes(Product(layout, m, n, k, dtype))
-                a, b = (torch.randn(shape, device=device).to(dtype) for shape in stored)
-                reference, sums = matmul_reference(a, b, layout), sum_limit(k, dtype)
-                multiply = partial(matmul, a, b, layout, backend=None if dry else "triton")
-                name = f"{layout} {m}x{n}x{k} {dtype}"
-                checks = {
-                    name: (partial(_product, multiply, dtype), max(limit, sums) if a.itemsize == 4 else limit + sums),
-                    f"{name} accumulated": (partial(_accumulated, multiply), sums),
-                }
-                if (m, n, k) == sizes[-1]:
-                    for activation in ("gelu", "gelu_tanh", "silu_gate"):
-                        # without the kernel torch rounds between the steps
-                        bound = (3 if dry else 1) * limit
-                        checks[f"{name} {activation}"] = (partial(_activated, multiply, dtype, activation), bound)
-                for what, (error, bound) in checks.items():
-                    row = partial(_row, table, what, error, reference, bound)
-                    case(f"numerics: {what}", row, device, table)
+    limit, found = ROUNDING_LIMITS[dtype], []
+    for layout in LAYOUTS:
+        for m, n, k in sizes:
+            sums = sum_limit(k, dtype)
+            # without the kernel torch rounds between the steps of an activation
+            bounds = {"": max(limit, sums) if dtype.itemsize == 4 else limit + sums, "accumulated": sums}
+            if (m, n, k) == sizes[-1]:
+                bounds |= dict.fromkeys(("gelu", "gelu_tanh", "silu_gate"), (3 if dry else 1) * limit)
+            product = Product(layout, m, n, k, dtype)
+            found += [NumericCase(product, *case, None if dry else "triton") for case in bounds.items()]
+    return found
 
 
-def _row(table: Any, what: str, error: Callable[[torch.Tensor], float], reference: torch.Tensor, bound: float) -> None:
-    table.add(check=what, error=error(reference), limit=bound)
+def numerics(
+    device: torch.device, table: Any, dry: bool, dtypes: Iterable[torch.dtype] = tuple(ROUNDING_LIMITS)
+) -> None:
+    """Add a row for each check."""
+    for dtype in dtypes:
+        for one in numeric_cases(dtype, dry):
+            case(f"numerics: {one.name}", partial(_row, table, one, device), device, table)
+
+
+def _row(table: Any, one: NumericCase, device: torch.device) -> None:
+    table.add(check=one.name, error=one.error(device), limit=one.limit)
 
 
 def _product(multiply: Multiply, dtype: torch.dtype, reference: torch.Tensor) -> float:

@@ -16,8 +16,8 @@ _MATRIX = {
 # A read with acquire at system scope, a release at system scope, in each assembly.
 _ACQUIRE = {
     "nvidia": r"ld\.global\.(sys\.acquire|acquire\.sys)",
-    "gfx90a": r"global_load_dword .*\bglc\b",
-    "gfx942": r"global_load_dword .*\bsc0 sc1\b",
+    "gfx90a": r"global_(load_dword|atomic_add) .*\bglc\b",
+    "gfx942": r"global_(load_dword|atomic_add) .*\bsc0 sc1\b",
 }
 _RELEASE = {
     "nvidia": r"atom\.global\.(sys\.release|release\.sys)\.exch",

@@ -284,7 +284,8 @@ def _compile(case: Case, kernel_name: str) -> Any:
     arch = int(case.target[3:]) if target.nvidia else case.target
     constants, types = _arguments(case, kernel_name)
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    unaligned = {"flags", "flag", "counters", "tiles", "bound", "number", "batch", "k", "ignore_index", "drop_value"}
+    unaligned = {"flags", "flag", "counters", "tiles", "bound", "number", "batch", "group_m"}
+    unaligned |= {"k", "ignore_index", "drop_value"}
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
@@ -312,7 +313,7 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
     kind = case.dtype
     out = "fp32" if case.kernel in ("accumulate", "split") else kind
     types = dict.fromkeys(("a", "b", "bias", "gate"), f"*{kind}") | {"c": f"*{out}"}
-    types |= dict.fromkeys(("batch", "M", "N", "K", "tiles", "bound", "number"), "i32")
+    types |= dict.fromkeys(("batch", "M", "N", "K", "tiles", "bound", "number", "group_m"), "i32")
     types |= dict.fromkeys((f"stride_{x}" for x in "ab am ak bb bk bn cb cm cs gb gm ps".split()), "i32")
     types["partial"] = "*fp32"
     types |= dict.fromkeys(("table", "flags", "flag", "counters", "epoch_address", "status"), "*i32")

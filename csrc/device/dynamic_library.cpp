@@ -5,7 +5,6 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <mutex>
 
 #include "base/error.h"
@@ -82,12 +81,7 @@ std::vector<std::string> loaded_objects(const std::string& stem) {
 DynamicLibrary DynamicLibrary::find(const LibraryRequest& request, std::string* tried) {
   static std::mutex mutex;  // what is loaded must not change between the look and the opening
   std::lock_guard<std::mutex> lock(mutex);
-  auto loaded = loaded_objects(request.stem);
-  if (const char* folder = std::getenv("AXO_STANDIN_LIBRARIES")) {
-    loaded.erase(std::remove_if(loaded.begin(), loaded.end(),
-                                [&](const std::string& path) { return !same_file(folder_of(path), folder); }),
-                 loaded.end());
-  }
+  const auto loaded = loaded_objects(request.stem);
   if (loaded.size() > 1) {
     throw Error("two copies of " + request.stem + " are loaded in this process: " + join(loaded, " and ") +
                 "; each has its own state, so remove one of them");

@@ -7,8 +7,6 @@
 //   3. what the loader knows under the plain names (RTLD_NOLOAD);
 //   4. `folders`, then the folders where pip puts the vendors' wheels, beside the torch that is loaded and beside Axo;
 //   5. the system's search path.
-// AXO_STANDIN_LIBRARIES names a folder of simulated libraries, for tests: loaded objects of other folders then do not
-// count, since a torch for CUDA loads the vendor's beside them, and calls nothing of it on a machine without a GPU.
 // It never unloads: the functions that it hands out stay valid for the life of the process.
 #pragma once
 

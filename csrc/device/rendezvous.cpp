@@ -13,11 +13,20 @@
 namespace axo {
 namespace {
 
-// What must agree between ranks, and the GPU, which must not: "<library and version>\n<host, uuid and bus id>". The
-// host by its kernel's boot id: a container has a hostname of its own.
+// The host as the library tells hosts apart (utils.cc, getHostHash): by NCCL_HOSTID where that is set, also to nothing,
+// else by the kernel's boot id, since a container has a hostname of its own. Ranks whose hosts differ may be on one
+// GPU: the library then takes the network between them. In digits, since the user's text may hold anything.
+std::string host_of_library() {
+  constexpr std::size_t kCompared = 1023;
+  const char* id = std::getenv("NCCL_HOSTID");
+  if (id == nullptr) return boot_id();
+  return "id:" + hex_digits(reinterpret_cast<const unsigned char*>(id), std::min(std::strlen(id), kCompared));
+}
+
+// What must agree between ranks, and the GPU, which must not: "<library and version>\n<host, uuid and bus id>".
 std::string introduction(const DeviceContext& context) {
-  return std::string(context.nccl().transport()) + " " + context.nccl().version_text() + "\n" + boot_id() + " " +
-         context.gpu().device_uuid(context.device()) + " " + context.gpu().pci_bus_id(context.device());
+  return std::string(context.nccl().transport()) + " " + context.nccl().version_text() + "\n" + host_of_library() +
+         " " + context.gpu().device_uuid(context.device()) + " " + context.gpu().pci_bus_id(context.device());
 }
 
 // Rank 0's verdict over all introductions: empty, or what is wrong. Without `parts` the library tells GPUs apart by
@@ -44,8 +53,8 @@ std::string verdict(const std::vector<std::string>& introductions, bool shared_g
     if (!first && !shared_gpus) {
       return "ranks " + std::to_string(owner->second) + " and " + std::to_string(rank) + " are on the same GPU (" +
              bus_id(text) +
-             "); give each its own device (NCCL 2.30 and newer can share one with "
-             "NCCL_MULTI_RANK_GPU_ENABLE=1)";
+             "); give each its own device (NCCL 2.30 and newer can share one with NCCL_MULTI_RANK_GPU_ENABLE=1, and "
+             "processes with an NCCL_HOSTID of their own share one over the network, for tests)";
     }
   }
   return "";

@@ -12,7 +12,7 @@ constexpr const char* kAborted = "aborted through torch.distributed";
 
 C10dBackend::C10dBackend(c10::intrusive_ptr<c10d::Store> store, std::string key,
                          std::shared_ptr<Communicator> communicator, Milliseconds timeout)
-    : c10d::Backend(communicator->rank(), communicator->size()),
+    : BackendOfTorch(communicator->rank(), communicator->size()),
       store_(std::move(store)),
       key_(std::move(key)),
       communicator_(std::move(communicator)),

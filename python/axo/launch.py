@@ -344,15 +344,15 @@ def _own_folder() -> Iterator[str]:
     while True:
         with tempfile.TemporaryDirectory(prefix=_FOLDER, ignore_cleanup_errors=True) as folder:
             path = Path(folder, _LOCK)
-            held = files.open_own(path)
+            lock = files.open_own(path)
             try:
                 with contextlib.suppress(OSError):  # no locks there: nobody will take this folder for a dead one's
-                    if not (files.lock(held) and files.is_open(path, held)):  # another launch did, before it was locked
+                    if not (files.lock(lock) and files.is_open(path, lock)):  # another launch did, before it was locked
                         continue
                 yield folder
                 return
             finally:
-                os.close(held)
+                os.close(lock)
 
 
 def _remove_left_over() -> None:
@@ -361,12 +361,12 @@ def _remove_left_over() -> None:
         with contextlib.suppress(OSError, ValueError):  # another user's, gone by now, or no folder of ours
             if path.lstat().st_uid != os.getuid() or path.is_symlink():
                 continue
-            held = files.open_own(path / _LOCK, create=False)
+            lock = files.open_own(path / _LOCK, create=False)
             try:
-                if files.lock(held):
+                if files.lock(lock):
                     shutil.rmtree(path, ignore_errors=True)
             finally:
-                os.close(held)
+                os.close(lock)
 
 
 def _check_files() -> None:

@@ -39,11 +39,6 @@ VARIABLES = (
     Variable("AXO_FLIGHT_DIR", "none", "Folder for a rank's last operations, written on failure and on SIGUSR1."),
     Variable("AXO_NCCL_LIBRARY", "found", "Path of the NCCL or RCCL library that the GPU transport opens."),
     Variable(
-        "AXO_STANDIN_LIBRARIES",
-        "none",
-        "For tests: a folder of simulated GPU libraries, taken though torch has loaded the vendor's.",
-    ),
-    Variable(
         "AXO_CHECK",
         "0",
         "1: the GPU transport compares operations and their order across ranks (the host always does), and a model made"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from axo.launch import RankFailed
 from bench import gpu_step, step
@@ -126,11 +128,24 @@ def test_ratios_are_of_steps_side_by_side() -> None:
     assert [round(row["longer"], 3) for row in rows] == [0.1, 0.32, 0.0]
 
 
-def test_mfu_has_no_goal_where_activations_are_computed_anew():
-    """The device does more there than the model's flops, and torch's share stands beside Axo's."""
-    assert gpu_step.mfu("gpt", 500.0, 1.02, 1000.0, False, 1755) == {
-        "gpt, MFU (goal: at least 0.55): 0.500, torch's 0.510, at 1755 MHz": False
+def test_a_step_is_held_to_its_own_bound_and_to_the_planner():
+    """Oracle: arithmetic. 990 TFLOP/s and 3.3e12 bytes/s bound the h=2048 step by flops / rate + 28 P / rate."""
+    sizes = gpu_step.STEPS["gpt h=2048"]
+    weights = 12 * 12 * 2048**2 + 2 * 50304 * 2048 + (4 * 12 + 2) * 2048
+    whole = step_models.serial(sizes, torch.device("meta"))
+    assert gpu_step.parameters(sizes) == weights == sum(parameter.numel() for parameter in whole.parameters())
+    seconds = gpu_step.step_flops(sizes) / 990e12 + 28 * weights / 3.3e12
+    assert gpu_step.bound(sizes, 990e12, 3.3e12) == pytest.approx(seconds)
+    again = gpu_step.bound(replace(sizes, recompute=True), 990e12, 3.3e12) - seconds
+    assert again == pytest.approx(2 * sizes.tokens * 12 * 12 * 2048**2 / 990e12)
+    assert gpu_step.planned(sizes) > gpu_step.planned(replace(sizes, recompute=True)) > 16 * weights / 2**30
+    card = {"sm_mhz": 1755}
+    rows = [
+        {"contestant": "torch", "of_bound": 0.71, "card": card},
+        {"contestant": "axo", "of_bound": 0.69, "card": card, "peak_gib": 11.9, "planned_gib": 12.4},
+    ]
+    assert gpu_step.judged("gpt", rows) == {
+        "gpt, the bound over Axo's step (goal: at least 0.7): 0.690, torch's 0.710, at 1755 MHz": False,
+        "gpt, memory of Axo's step over the planner's (goal: 0.8 to 1): 11.90 of 12.40 GiB": True,
     }
-    recomputed = gpu_step.mfu("gpt", 500.0, 1.02, 1000.0, True, None)
-    assert recomputed == {"gpt, MFU (no goal: recomputed)": "0.500, torch's 0.510"}
-    assert gpu_step.mfu("gpt", 500.0, 1.02, None, True, None) == {"gpt, MFU (no goal: recomputed)": "not measured"}
+    assert set(gpu_step.judged("gpt", []).values()) == {"not measured"}

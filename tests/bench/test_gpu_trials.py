@@ -62,7 +62,7 @@ def test_a_tile_that_hangs_is_left_out_alone(monkeypatch, one):
     """What the trial had found stands, what is no row is shown, and what is behind that tile is tried without it."""
     started = []
 
-    def again(layout, without):
+    def again(layout, without, smoke):
         started.append((layout, set(without)))
         return Trial(program(f"say(check='{layout} behind', error=0.0, limit=0.5)"))
 
@@ -91,7 +91,7 @@ def one_file(one):
 
 def test_a_tile_that_kills_its_device_is_left_out_alone(monkeypatch, one):
     """Its traceback is in the file, since what a trial prints is gone with the machine."""
-    monkeypatch.setattr(kernels, "_trial", lambda layout, without: Trial(program("pass")))
+    monkeypatch.setattr(kernels, "_trial", lambda layout, without, smoke: Trial(program("pass")))
     dies = Trial(program(BEGINS, "say(trace='RuntimeError: illegal address')", "sys.exit(1)"))
     kernels.tried({"NT": dies}, unhurried(), one)
     assert (
@@ -192,7 +192,7 @@ def test_what_is_measured_has_been_tried_in_a_process_of_its_own():
         return {shape_class(choice, product, 132) for choice in choices for product in products}
 
     tried = classes(kernels.TRIAL_SIZES)
-    assert classes((one.m, one.n, one.k) for one in kernels._shapes(False)) <= tried
+    assert classes((one.m, one.n, one.k) for one in kernels.shapes(False)) <= tried
     assert {(True, True, True, False, 1), (True, True, True, False, 3)} <= {each[3:] for each in tried}
 
 
@@ -203,12 +203,12 @@ def test_a_second_run_on_a_gpu_tries_the_kernel_for_hopper_again(monkeypatch, tm
     monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(kernels, "works", lambda device: True)
-    monkeypatch.setattr(kernels, "compile_ahead", lambda jobs, seconds: None)
+    monkeypatch.setattr(kernels, "compile_ahead", lambda jobs, seconds, sections: None)
     killed = []
     process = SimpleNamespace(kill=lambda: killed.append(True))
-    monkeypatch.setattr(kernels, "_trial", lambda layout, without: (started.append(layout), process)[1])
+    monkeypatch.setattr(kernels, "_trial", lambda layout, without, smoke: (started.append(layout), process)[1])
     monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.HOPPER)
-    monkeypatch.setattr(kernels, "tried", lambda trials, until, table: seen.append(set(trials)))
+    monkeypatch.setattr(kernels, "tried", lambda trials, until, table, smoke: seen.append(set(trials)))
     monkeypatch.setattr(kernels.devices, "target_of", lambda device: kernels.tiles.TARGETS["sm_90"])
     for name in ("gemm", "fp8", "overlap"):  # leave something for the next run
         monkeypatch.setattr(getattr(kernels, name), "measure", lambda *_: 1)

@@ -22,7 +22,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from axo.cli import bench
+from axo.cli import bench, info
 from axo.cli import main as cli
 from axo.grid import Grid
 from axo.perf.flops import narayanan
@@ -390,6 +390,28 @@ def test_info_checks_every_axis() -> None:
     assert f"torch        {version('torch')}" in lines
     assert "grid         1x2x2x1: 4 ranks over shared-memory" in lines
     assert "axis z       2 ranks, stride 2, all_reduce ok" in lines
+    verdicts = [line for line in lines if line.split()[0] in ("compiler", "gpus", "files", "memory")]
+    assert len(verdicts) == 4 and all(": " in line for line in verdicts), lines
+
+
+def test_info_says_what_a_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert info._compiler().startswith("no g++") and "sudo apt-get install g++" in info._compiler()
+    monkeypatch.setattr(info.resource, "getrlimit", lambda _: (256, 256))
+    assert info._files() == "only 256 may be open; many ranks want more: ulimit -n 4096"
+
+
+def complete(words: str) -> int:
+    """What the shell asks once ``axo --install-completion`` has been typed."""
+    asked = {"_AXO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    os.environ.update(asked)
+    return call_main()
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    for words, expected in (("axo tr", "train"), ("axo train --compare", "--compare-serial")):
+        code, lines = run_axo(words, main=complete)
+        assert code == 0 and expected in lines, lines
 
 
 def test_bench_lists_and_refuses(tmp_path: Path) -> None:

@@ -441,6 +441,28 @@ def test_on_ranks(check, world, tmp_path):
     run_ranks(check, world, tmp_path)
 
 
+def on_one_gpu(folder, own):
+    """Processes with a host of their own for the library share a GPU; with the same host they are refused."""
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_RANK": "0", "NCCL_HOSTID": f"part {rank}" if own else "one"}
+    if not own:
+        with pytest.raises(axo.Error, match=r"ranks 0 and 1 are on the same GPU .*NCCL_HOSTID of their own"):
+            connected(folder)
+        return
+    gpu, comms = connected(folder)
+    assert comms.device.index == 0
+    t = torch.full((5,), rank + 1.0, device=comms.device)
+    same(comms.x.all_reduce(t).cpu(), torch.full((5,), 6.0), "a sum over one GPU")
+    assert not gpu.violations()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [True, False])
+def test_processes_share_a_gpu_where_the_library_takes_them_for_hosts(own, tmp_path):
+    standin.build()
+    run_ranks(on_one_gpu, 3, tmp_path, own)
+
+
 def no_progress_engine(folder):
     """A GPU's library moves the bytes; the thread that does it on CPUs begins with torch's group, which takes both."""
     gpu = standin.install(folder)

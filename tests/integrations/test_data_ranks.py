@@ -104,7 +104,7 @@ def rows(count=8):
 def fit(grid, *, batch=8, check=9, predict=False, callbacks=(), steps=1, lr=0.1, **options):
     """A Trainer's numbers, metrics, gradients and weights; rows of validation that each rank has seen."""
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ThroughputMonitor
+    from lightning.pytorch.callbacks import BasePredictionWriter, ThroughputMonitor
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.utilities import grad_norm  # a program's own name for it, from before the strategy
     from lightning.pytorch.utilities.model_summary import ModelSummary
@@ -142,13 +142,17 @@ def fit(grid, *, batch=8, check=9, predict=False, callbacks=(), steps=1, lr=0.1,
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=lr)
 
-    ranks = parts_of(grid)
+    class Writer(BasePredictionWriter):
+        def write_on_epoch_end(self, trainer, module, predictions, batch_indices):
+            self.indices = list(itertools.chain.from_iterable(batch_indices))
+
+    ranks, writer = parts_of(grid), Writer("epoch")
     monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))
     trainer = pl.Trainer(
         strategy="auto" if grid is None else AxoStrategy(grid, like_one_device=True), accelerator="cpu",
         devices=1 if grid is None else "auto", max_steps=steps, logger=DummyLogger(), enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, log_every_n_steps=1,
-        callbacks=[monitor, *callbacks], **options,
+        callbacks=[monitor, writer, *callbacks], **options,
     )  # fmt: skip
     module = Module()
 
@@ -165,7 +169,12 @@ def fit(grid, *, batch=8, check=9, predict=False, callbacks=(), steps=1, lr=0.1,
     values["weights"] = {name: value.clone() for name, value in state.items()}
     if predict:
         values["predictions"] = list(itertools.chain.from_iterable(trainer.predict(module, loader(check, 4))))
+        values["indices"] = list(itertools.chain.from_iterable(writer.indices))
     return values, seen
+
+
+def predict_too(grid):
+    return fit(grid, predict=True)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +182,7 @@ def fit(grid, *, batch=8, check=9, predict=False, callbacks=(), steps=1, lr=0.1,
 )
 def test_lightnings_metrics_gathers_and_counters_are_those_of_one_device(grid):
     expected, _ = fit(None, predict=True)
-    ranks = run_ranks(fit, 2, grid, env=ELASTIC, preload=LIGHTNING)
+    ranks = run_ranks(predict_too, 2, grid, env=ELASTIC, preload=LIGHTNING)
     for rank, (values, _) in enumerate(ranks):
         check_numbers(values["numbers"], rank, grid)
         assert values["devices"] == {parts_of(grid)}
@@ -181,6 +190,9 @@ def test_lightnings_metrics_gathers_and_counters_are_those_of_one_device(grid):
         for name in ("sum", "cat", "val_loss", "parameters"):
             assert values[name] == pytest.approx(expected[name], rel=1e-5), name
     assert union([seen for _, seen in ranks], grid) == list(range(9))
+    for name in ("predictions", "indices"):
+        found = union([values[name] for values, _ in ranks], grid)
+        assert found == pytest.approx(sorted(expected[name]), rel=1e-5), name
     assert distance(ranks[0][0]["weights"], expected["weights"]) < 1e-5
 
 

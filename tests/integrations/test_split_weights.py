@@ -92,6 +92,7 @@ def adapt(grid, cases, folder, packages):
     tokens = {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}
     kinds = {
         "head": lambda: peft.LoraConfig(**layers, modules_to_save=["lm_head"]),
+        "added": lambda: peft.LoraConfig(**layers, modules_to_save=["lm_head"]),
         "prompt": lambda: peft.PromptTuningConfig(**tokens),
         "prefix": lambda: peft.PrefixTuningConfig(**tokens),
         "DoRA": lambda: peft.LoraConfig(**layers, use_dora=True),
@@ -108,7 +109,12 @@ def adapt(grid, cases, folder, packages):
             per_device_train_batch_size=4 if grid is None or grid[4] == "1" else 2, report_to=[], disable_tqdm=True,
         )  # fmt: skip
         data = [{"input_ids": row, "labels": row} for row in rows(16)]
-        trainer = Trainer(peft.get_peft_model(model_of(), kinds[kind]()), arguments, train_dataset=data)
+        model = model_of()
+        if kind == "added":  # transformers' own way
+            model.add_adapter(kinds[kind]())
+        else:
+            model = peft.get_peft_model(model, kinds[kind]())
+        trainer = Trainer(model, arguments, train_dataset=data)
         if grid is not None:
             from axo.integrations.hugging_face import on_grid
 
@@ -132,7 +138,7 @@ def check(ranks, expected):
             assert norms == pytest.approx(wanted_norms, rel=1e-3, abs=1e-4)
 
 
-SAVED = [("head", "auto"), ("prompt", "auto")]
+SAVED = [("head", "auto"), ("added", "auto"), ("prompt", "auto")]
 READERS = ("DoRA", "LoKr", "LoHa", "tokens")
 WHOLE = {"*.base_layer": "replicate", "*.default": "replicate"}
 

@@ -1,9 +1,11 @@
 """The predictions of bench.roofline against sums done by hand."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+import triton
 
 from axo_kernels.gemm.layout import Product
 from axo_kernels.gemm.tiles import HOPPER, Config
@@ -92,11 +94,15 @@ def test_the_shortest_way_through_a_loop_is_a_step():
 
 @pytest.mark.slow
 def test_the_committed_counts_are_those_of_today(monkeypatch, tmp_path):
-    """One of the four kernels, compiled again."""
+    """One of the four kernels, compiled again: exactly by the version of Triton that has counted; by another, nearly."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     known = roofline.known_counts()
     (found,) = roofline.counted(1).items()
-    assert found[1].step > 0 and known[found[0]] == found[1]
+    kernel, count = found
+    summary = json.loads(roofline.COMPILED.read_text().splitlines()[0])
+    near = 0.0 if triton.__version__ == summary["triton"] else 0.05
+    assert count.step > 0 and count.step == pytest.approx(known[kernel].step, rel=near)
+    assert count.tile == pytest.approx(known[kernel].tile, rel=near)
 
 
 def test_the_committed_predictions_are_those_of_today():

@@ -155,6 +155,37 @@ TEST(two_ranks_on_one_gpu) {
   }
 }
 
+TEST(hosts_are_told_apart_as_the_library_does) {
+  const auto introduced = [](Rank& me, const char* host) {
+    ::setenv("NCCL_HOSTID", host, 1);
+    DeviceOptions options;
+    options.timeout = Milliseconds(50);
+    const std::string name = std::string("on ") + host;
+    CHECK_THROWS(axo::Timeout, "rank 1 has not come", me.connect(name, options));
+    return me.store->get(name + "/hello/0", Milliseconds(0));
+  };
+  standin::settings().pci = "0000:17:00.0";
+  standin::settings().same_uuid = true;
+  ranks(2, [&](Rank& me) {
+    if (me.rank == 1) return;
+    const std::string here = introduced(me, "here"), there = introduced(me, "there");
+    CHECK(here != there && introduced(me, "a b\n0000:17:00.0").find('\n') == here.find('\n'));
+    const std::string longest(1023, 'x');  // of more NCCL reads nothing
+    CHECK_EQ(introduced(me, longest.c_str()), introduced(me, (longest + "y").c_str()));
+    ::setenv("NCCL_HOSTID", "here", 1);
+    DeviceOptions options;
+    options.timeout = Milliseconds(100);
+    me.store->set("alone/hello/1", here);
+    CHECK_THROWS(axo::Error, "ranks 0 and 1 are on the same GPU (0000:17:00.0)", me.connect("alone", options));
+    me.store->set("beside/hello/1", there);
+    CHECK_THROWS(axo::Timeout, "ncclCommInitRankConfig could not be launched in time", me.connect("beside", options));
+    ::setenv("NCCL_HOSTID", "", 1);  // set to nothing is set
+    me.store->set("empty/hello/1", here);
+    CHECK_THROWS(axo::Timeout, "ncclCommInitRankConfig could not be launched in time", me.connect("empty", options));
+  });
+  ::unsetenv("NCCL_HOSTID");
+}
+
 TEST(ranks_with_different_libraries) {
   ranks(2, [](Rank& me) {
     if (me.rank == 0) {

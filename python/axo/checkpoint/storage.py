@@ -187,10 +187,10 @@ def read_metadata(path: Path, verify: bool = True, trust: bool = False) -> Metad
         hasher.update(data)
         if hasher.hexdigest() != marker.metadata:
             raise ValueError(f"checkpoint: {path} is damaged: {folders.METADATA}: {_WRONG}")
-    found = metadata.read(path, data, follow=trust)
-    if state.HEAD not in found.state_dict_metadata:
+    described = metadata.read(path, data, follow=trust)
+    if state.HEAD not in described.state_dict_metadata:
         raise ValueError(f"checkpoint: {path} was not written by axo.checkpoint.save (it has no entry {state.HEAD!r})")
-    return found
+    return described
 
 
 def read_plain(path: Path, weights_only: bool | None = True) -> Any:
@@ -218,7 +218,7 @@ def read_plain(path: Path, weights_only: bool | None = True) -> Any:
         elif isinstance(error, LookupError) or why == "Weights only load failed":  # the pickle reader's, of other files
             why = "torch.save did not write it"
         elif why.startswith("it holds a "):  # a class or function that torch does not call unasked
-            hint = "to load it runs it: trust=True, --trust, or Fabric's weights_only=False, if you trust who wrote it"
+            hint = "weights_only=False reads it (trust=True, --trust) and runs it; use that if you trust who wrote it"
         raise ValueError(f"checkpoint: {path} cannot be read ({why}): {hint}") from None
 
 

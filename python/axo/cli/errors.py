@@ -37,6 +37,7 @@ class CommandGroup(TyperGroup):
     def main(self, args: Sequence[str] | None = None, *options: Any, **more: Any) -> NoReturn:
         """Run ``args``, those of the process by default; ends by ``SystemExit``."""
         _replace_what_cannot_be_shown()
+        self._main_shell_completion({}, "axo")  # of `axo --install-completion`; ends the process if the shell asks
         arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
         code = 0
         try:

@@ -1,9 +1,12 @@
-"""``axo info``: versions, libraries, settings, and whether every axis of a grid carries a sum; or flight files."""
+"""``axo info``: versions, libraries, what this machine lacks, settings, sums on all axes of a grid; or flight files."""
 
 from __future__ import annotations
 
 import os
 import platform
+import resource
+import shutil
+import subprocess
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -54,6 +57,7 @@ def facts() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     found |= _libraries()
+    found |= {"compiler": _compiler(), "gpus": _gpus(), "files": _files(), "memory": _memory()}
     found["cores"] = f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"
     return found
 
@@ -75,6 +79,37 @@ def _libraries() -> dict[str, str]:
     except Error:
         found["rccl" if amd else "nccl"] = "not found; GPUs need it, CPUs do not"
     return found
+
+
+def _compiler() -> str:
+    if shutil.which("g++") is None:
+        return "no g++: Axo runs, but cannot be installed again for another torch; sudo apt-get install g++"
+    said = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, text=True)
+    return f"g++ {said.stdout.strip()}: ok"
+
+
+def _gpus() -> str:
+    import torch
+
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return f"{count}: ok" if count else "none that torch sees: ranks run on CPU cores"
+
+
+def _files() -> str:
+    """Open files: a rank holds some for each peer of this host, and stores and data loaders take more."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY or limit >= 1024:
+        return f"{'any number' if limit == resource.RLIM_INFINITY else limit} may be open: ok"
+    return f"only {limit} may be open; many ranks want more: ulimit -n 4096"
+
+
+def _memory() -> str:
+    """Free memory: what ranks share lies in it, too (sealed files without a name; /dev/shm is not used)."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+    free, whole = (kib[name] * 1024 / 1e9 for name in ("MemAvailable", "MemTotal"))
+    verdict = "ok" if free >= 2 else "little; a rank that has no memory left is killed"
+    return f"{free:.1f} of {whole:.1f} GB free, what ranks share included: {verdict}"
 
 
 def settings_table() -> tuple[list[str], list[list[str]]]:

@@ -21,7 +21,6 @@ app = typer.Typer(
     name="axo",
     help="Train large models with four-dimensional parallelism; measure, plan and inspect.",
     cls=CommandGroup,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

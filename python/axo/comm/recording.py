@@ -258,7 +258,7 @@ class RecordingGroup(dist.ProcessGroup):
                 tensors[0].fill_(1)  # in the vote by which torch's stages begin: "the shapes are given"
         return self._note("recv", tensors[0], peer)
 
-    def allreduce(self, tensors: list[torch.Tensor], options: object) -> dist.Work:
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> dist.Work:  # type: ignore[override]
         """The vote by which torch's stages begin, from torch 2.15 on: this rank's own answer is that of all."""
         return _Message(tensors[0])
 

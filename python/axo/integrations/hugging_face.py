@@ -307,7 +307,11 @@ class GridTrainer:
         state = self.model.state_dict()  # whole tensors; a collective
         if self.args.should_save:
             trainer._save(folder, state_dict=state)
-        elif hasattr(self.model, "peft_config"):  # PEFT asks modules for what it saves, which are split
+        elif getattr(
+            self.model, "_hf_peft_config_loaded", False
+        ):  # PEFT asks modules for what it saves; by add_adapter
+            self.model.get_adapter_state_dict(state_dict=state)
+        elif hasattr(self.model, "peft_config"):
             self.model.save_pretrained(folder, state_dict=state, is_main_process=False)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:

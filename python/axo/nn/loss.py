@@ -277,6 +277,8 @@ def _rows_for_kernels(tensor: torch.Tensor) -> torch.Tensor | None:
     """(groups, rows, V) of (..., V), a view; None where kernels cannot take it."""
     if not runs_triton(tensor.device) or tensor.dtype == torch.float64 or not tensor.numel() or tensor.stride(-1) != 1:
         return None
+    if tensor.is_neg():  # a kernel would read what lies in memory
+        return None
     for groups in (1, tensor.shape[0]):  # the second for logits without their last position, (B, T, V)[:, :-1]
         try:
             return tensor.view(groups, -1, tensor.shape[-1])

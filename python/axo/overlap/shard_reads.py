@@ -52,6 +52,9 @@ def watch_first_passes(model: nn.Module) -> None:
         if mode is not None:
             mode.__exit__(None, None, None)
 
+    hooks: tuple[Any, ...] = (before, after)
+    for hook in hooks:
+        hook.eager_only = True
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after, always_call=True)
 

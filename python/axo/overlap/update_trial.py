@@ -68,20 +68,20 @@ def try_update(optimizer: Optimizer) -> Differs:
     kinds = _kinds(optimizer)
     if torch.compiler.is_compiling() or type(torch.empty(0)) is not torch.Tensor:  # a dry run's, without values
         return Differs()
-    found = Differs()
+    difference = Differs()
     with _disable_current_modes(), _undisturbed():
         for dtype in (torch.float64, torch.float32):  # some kernels know no fp64
             tensors = [_Small(kind, dtype) for kind in kinds]
             try:
                 whole = _run(optimizer, tensors, None)
             except Exception as error:
-                found = Differs(0.0, f"{type(error).__name__}: {error}")
+                difference = Differs(0.0, f"{type(error).__name__}: {error}")
                 continue
-            found = max((_compare(optimizer, tensors, whole, half) for half in (0, 1)), key=lambda one: one.share)
-            if found.share > LIMIT and not all(map(torch.equal, whole, _run(optimizer, tensors, None, seed=1))):
-                found = Differs(0.0, "its steps draw random numbers")
+            difference = max((_compare(optimizer, tensors, whole, half) for half in (0, 1)), key=lambda one: one.share)
+            if difference.share > LIMIT and not all(map(torch.equal, whole, _run(optimizer, tensors, None, seed=1))):
+                difference = Differs(0.0, "its steps draw random numbers")
             break
-    return found
+    return difference
 
 
 def _kinds(optimizer: Optimizer) -> list[CutShape]:

@@ -91,15 +91,41 @@ def render(litserve: str, checkpoint: Path, template: str) -> Any:
     sys.path.insert(0, litserve)
     import litgpt.deploy.serve as module
 
-    from axo.integrations.litgpt import harmless
+    from axo.integrations.litgpt.command import protect
 
-    harmless.guard()
+    protect()
     assert module.OpenAISpecLitAPI.__module__ == "axo.integrations.litgpt.serving_apis"  # what a new process imports
     file = checkpoint / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
     api = module.OpenAISpecLitAPI(checkpoint, precision="32-true", max_new_tokens=4, api_path="/predict")
     api.setup("cpu")
     return api.decode_request(SimpleNamespace(messages=[SimpleNamespace(role="user", content="hello")]))
+
+
+def names_of_stock(*more: str) -> list[str]:
+    """Where what the stock command line would use comes from."""
+    from axo.integrations.litgpt import command
+
+    found = []
+
+    def run(name: str, arguments: list[str]) -> None:
+        import litgpt.deploy.serve
+        import litgpt.generate.base
+        import litgpt.utils
+
+        used = (litgpt.deploy.serve.OpenAISpecLitAPI, litgpt.utils.lazy_load, litgpt.generate.base.load_prompt_style)
+        found.extend(each.__module__ for each in used)
+
+    command._run_litgpt = run
+    command._stock("serve", ["nothing", *more])
+    return found
+
+
+def test_the_stock_command_line_uses_the_same() -> None:
+    own = "axo.integrations.litgpt"
+    assert run_ranks(names_of_stock, 1) == [[f"{own}.serving_apis", f"{own}.harmless", f"{own}.harmless"]]
+    trusted = run_ranks(names_of_stock, 1, "--trust")[0]
+    assert trusted == ["litgpt.deploy.serve", "lightning.fabric.utilities.load", "litgpt.prompts"]
 
 
 def test_a_chat_template_reaches_nothing(litserve: str, base: Path, tmp_path: Path) -> None:

@@ -322,6 +322,97 @@ def test_only_clients_that_may_ask_and_are_there_reach_the_queue(litserve):
     assert awaited == [b"fourth", b"second"] and at_the_end == 0
 
 
+def ended(litserve):
+    """Whose connection has ended, of clients that have sent what stands beside them, once limits are over."""
+    import asyncio
+    import sys
+
+    sys.path.insert(0, litserve)
+    import uvicorn
+    from uvicorn.server import ServerState
+
+    from axo.integrations.litgpt import serve_limits
+
+    serve_limits.TRANSFER_SECONDS, serve_limits.CONNECTIONS = 0.0, 4
+
+    async def app(scope, receive, send):
+        if scope["path"] == "/done":
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await asyncio.Future()
+
+    class Transport:
+        aborted = False
+
+        def abort(self):
+            self.aborted = True
+
+        def is_closing(self):
+            return self.aborted
+
+        def __getattr__(self, name):  # all else does nothing
+            return lambda *_: None
+
+    async def turns():
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def play():
+        config, state = uvicorn.Config(app, log_level="critical"), ServerState()
+        config.load()
+
+        def connect(sent=b""):
+            client = serve_limits.LimitedProtocol(config, state, {})
+            client.connection_made(Transport())
+            client.data_received(sent) if sent else None
+            return client
+
+        found = {}
+        for name, sent in SENT.items():
+            first, *more = sent if isinstance(sent, list) else [sent]
+            client = connect(first)
+            await turns()
+            for piece in more:
+                client.data_received(piece)
+            await turns()
+            if name == "an answer that is not read":
+                client.pause_writing()
+                await turns()
+            found[name] = client.transport.aborted
+            client.connection_lost(None)
+        serve_limits.TRANSFER_SECONDS = 1e6
+        asking, idle, half = connect(WHOLE), connect(), connect(b"POST / HT")
+        clients = [asking, idle, half, *(connect(WHOLE) for _ in range(3))]
+        found["for others"] = [client.transport.aborted for client in clients]
+        for client in clients:
+            client.connection_lost(None)
+        for task in state.tasks:
+            task.cancel()
+        return found
+
+    return asyncio.run(play())
+
+
+WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx"
+SENT = {
+    "nothing": b"",
+    "half a header": WHOLE[:20],
+    "half a body": WHOLE[:-1],
+    "a request": WHOLE,
+    "an answer that is not read": WHOLE,
+    "two requests at once": WHOLE * 2,
+    "a request that was answered, and half of the next": [WHOLE.replace(b"/ ", b"/done ", 1), WHOLE[:20]],
+}
+
+
+def test_a_connection_ends_that_sends_no_whole_request_or_does_not_read(litserve):
+    """Or when others want its place; never while an answer is computed."""
+    found = run_ranks(ended, 1, litserve)[0]
+    assert found.pop("for others") == [False, True, True, False, False, False]
+    assert found == {name: name != "a request" for name in SENT}
+
+
 def refusals(litserve):
     """What a server says to an address that is not here, to one that is none, and to temperatures."""
     import sys

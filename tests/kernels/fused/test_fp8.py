@@ -116,7 +116,7 @@ def test_one_confident_token_leaves_gradients_finite():
             assert ((x.grad - expected).abs() <= step * b.abs().sum(1)).all(), (gap, scaling)
 
 
-def scaled_mm(left, right, left_scale, right_scale, *, out_dtype):
+def scaled_mm(left, right, left_scale, right_scale, *, out_dtype, use_fast_accum):
     """Refuses what torch._scaled_mm refuses on CUDA (aten's Blas.cpp, RowwiseScaledMM.cu)."""
     assert left.is_contiguous() and right.T.is_contiguous()
     assert not (left.shape[1] % 16 or right.shape[1] % 16)
@@ -227,3 +227,40 @@ def test_a_gather_in_chunks(rank, as_the_gpu, monkeypatch):
     comm = Bytes(rank)
     assert all_gather_matmul_fp8(x[:0], w, comm, strategy="split", chunks=3).shape == (0, 4 * rows)
     assert (comm.moved, comm.calls) == (rows * (k + 16), 3), "a rank without rows takes part, or its peers wait"
+
+
+def check_kernel(dtype):
+    """The bits of the kernel are those of torch's passes: strided and odd sizes, zeros, what is not finite."""
+    from axo_kernels.device import runs_triton
+    from axo_kernels.fused import fp8 as here
+
+    assert runs_triton(torch.device("cpu"))
+    for rows, columns in ((1, 1), (5, 33), (70, 130)):
+        for x in (draw(rows, columns), draw(columns, rows).T, draw(2 * rows, 3 * columns)[::2, ::3]):
+            x = (1e-3 * x).to(dtype).contiguous() if x.is_contiguous() else (1e-3 * x).to(dtype)
+            for bad in (None, 0.0, float("inf"), float("nan")):
+                if bad is not None:
+                    x = x.clone(memory_format=torch.preserve_format)
+                    x[rows // 2] = bad
+                for format in (E4M3, E5M2):
+                    for scaling in ("tensor", "row"):
+                        for over in (0, 1):
+                            found = rounded(x, format, scaling, over)
+                            here.runs_triton = lambda device: False
+                            expected = rounded(x, format, scaling, over)
+                            here.runs_triton = runs_triton
+                            assert found.data.shape == expected.data.shape
+                            assert found.data.stride(over) == 1 or found.data.shape[over] == 1
+                            sound = expected.scale.isfinite()
+                            assert torch.equal(found.scale[sound], expected.scale[sound])
+                            assert torch.equal(found.scale.isfinite(), sound)
+                            told = f"{rows}x{columns} {bad} {format} {scaling} {over}"
+                            a, b = found.data.float() * found.scale, expected.data.float() * expected.scale
+                            assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()), (
+                                told
+                            )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_rounding_kernel_has_torchs_bits(interpreter, dtype):
+    interpreter.run(check_kernel, dtype)

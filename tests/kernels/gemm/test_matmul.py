@@ -242,6 +242,23 @@ def test_what_a_kernel_cannot_write_is_refused(interpreter):
     interpreter.run(check_refused)
 
 
+def check_negative_views():
+    """Views that negate what lies in memory: read as they are seen, and not written into."""
+    whole = torch.randn(8, 8, 6, dtype=torch.complex64).conj().imag
+    assert whole.is_neg()
+    a, b, gate, bias = whole[..., 0], whole[..., 1], whole[..., 2], whole[0, :, 3]
+    functional = torch.nn.functional
+    expected = functional.silu(a.double() @ b.double() + bias.double()) * gate.double()
+    for config in (POINTERS, replace(POINTERS, split_k=2)):
+        assert error(matmul(a, b, bias=bias, activation="silu_gate", gate=gate, config=config), expected) < 1e-6
+    with pytest.raises(ValueError, match="out is a view that negates"):
+        matmul(a, b, out=gate)
+
+
+def test_views_that_negate(interpreter):
+    interpreter.run(check_negative_views)
+
+
 class Recorder:
     """Stands for a kernel: keeps its grid and its constants."""
 
@@ -482,3 +499,43 @@ def check_offsets_that_overflow():
 
 def test_sizes_that_overflow(interpreter):
     interpreter.run(check_offsets_that_overflow)
+
+
+def check_prepared(layout):
+    """What the first launch has prepared serves other tensors of the same shapes and strides, and no others."""
+    from axo_kernels.tune import runners
+    from axo_kernels.tune.choice import Choice
+
+    begun, begin = [], runners.triton_matmul
+    runners.triton_matmul = lambda *given: (begun.append(given), begin(*given))[1]
+    try:
+        run = runners.runner(Choice("triton", layout, DESCRIPTORS), layout)
+
+        def right(a, b, **more):
+            expected = matmul_reference(a, b, layout) + (more["bias"].double() if "bias" in more else 0)
+            assert error(run(a, b, **more), expected) < 1e-3  # one rounding to fp16
+            return len(begun)
+
+        pairs = [operands(layout, 40, 48, 32, torch.float16, seed) for seed in range(4)]
+        out, bias = torch.empty(40, 48, dtype=torch.float16), torch.randn(48).half()
+        assert [right(*pair) for pair in pairs] == [1, 1, 1, 1]
+        (prepared,) = run._prepared.values()
+        assert prepared.options["BLOCK_N"] == DESCRIPTORS.block_n, "the tile that was chosen, in TN too"
+        assert [right(*pair, out=out) for pair in pairs] == [2, 2, 2, 2]
+        assert [right(*pair, out=out, bias=bias) for pair in pairs] == [3, 3, 3, 3]
+        assert right(*pairs[0], out=torch.empty(40, 64, dtype=torch.float16)[:, :48]) == 4, "strides of its own"
+        a, b = operands(layout, 40, 48, 32, torch.float16)
+        shifted = torch.empty(a.numel() + 1, dtype=torch.float16)[1:].view(a.shape).copy_(a)
+        assert shifted.data_ptr() % 16 and right(shifted, b) == right(a.T.contiguous().T, b) - 1
+        leaf = a.clone().requires_grad_()
+        run(leaf, b).float().sum().backward()
+        assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+        with pytest.raises(ValueError, match="bias has shape"):
+            run(a, b, bias=bias[:40])
+    finally:
+        runners.triton_matmul = begin
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_launch_is_prepared_once(interpreter, layout):
+    interpreter.run(check_prepared, layout)

@@ -98,12 +98,15 @@ class _Hook:
     def __init__(self, hook: Any, order: torch.Tensor) -> None:
         self.hook, self.order = hook, order
         self.is_engines = isinstance(getattr(hook, "__self__", None), Engine)
+        self.eager_only = getattr(hook, "eager_only", False)  # it looks at a first pass, and changes nothing
         self.key = _register(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook(copy.deepcopy(self.hook, memo), copy.deepcopy(self.order, memo))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and self.eager_only:
+            return None
         if torch.compiler.is_compiling() and not torch.is_grad_enabled() and self.is_engines:
             return torch.ops.axo.hook(self.order, self.key)
         return self.untraced(*args, **kwargs)

@@ -230,11 +230,21 @@ def _stock(name: str, arguments: list[str]) -> None:
         written = any(name in option + value for name in ("out_dir", "output_dir"))
         if not written and (os.path.isdir(path) or os.path.isdir(os.path.join("checkpoints", path))):
             checks.refuse_sharded(path)
+    importlib.import_module("litgpt.__main__")  # which imports every command; ``protect`` replaces names in them
     if TRUST not in arguments:
-        from axo.integrations.litgpt import harmless
-
-        harmless.guard()
+        protect()
     _run_litgpt(name, [argument for argument in arguments if argument != TRUST])
+
+
+def protect() -> None:
+    """Let nothing in a checkpoint's folder run code, in this process and in those that LitServe starts."""
+    from axo.integrations.litgpt import harmless
+
+    harmless.protect()
+    if "litgpt.deploy.serve" in sys.modules:
+        from axo.integrations.litgpt import serving_apis  # wants LitServe
+
+        serving_apis.replace()
 
 
 def _run_litgpt(name: str, arguments: list[str]) -> None:
@@ -363,11 +373,10 @@ def _rank(
     os.environ["LT_STRATEGY"] = "axo"
     torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
     command = PARALLEL[name]
+    module = importlib.import_module(command.module)
     if not options.trust:
-        from axo.integrations.litgpt import harmless
-
-        harmless.guard()
-    this = LitGPTRun(importlib.import_module(command.module), options, hyperparameters=hyperparameters)
+        protect()
+    this = LitGPTRun(module, options, hyperparameters=hyperparameters)
 
     def make() -> LitGPTStrategy:
         this.strategy = LitGPTStrategy(

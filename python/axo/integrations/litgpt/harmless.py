@@ -5,7 +5,7 @@
     prompt_style.yaml               names a class that LitGPT imports and calls: one of litgpt.prompts
     tokenizer_config.json           its chat_template is a program in Jinja: rendered in Jinja's sandbox
 
-Stands for the whole process, and in the processes that LitServe starts, where LitGPT's API objects set it up again.
+Stands for the whole process. In the processes that LitServe starts LitGPT's API objects set it up (``serving_apis``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STOCK = lightning_load._lazy_load, litgpt.prompts.load_prompt_style
 _TORCHS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
-def guard() -> None:
+def protect() -> None:
     """Replace what reads them in every module of LitGPT's, imported by now or later."""
     if "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ:  # who has set that has said that files are trusted
         os.environ[_TORCHS] = "1"
@@ -39,10 +39,6 @@ def guard() -> None:
         for name, value in list(vars(module).items()):  # under whatever name they were imported
             if id(value) in ours:
                 setattr(module, name, ours[id(value)])
-    if "litgpt.deploy.serve" in sys.modules:
-        from axo.integrations.litgpt import serving_apis  # wants LitServe
-
-        serving_apis.replace()
 
 
 def read_checkpoint(filename: Any) -> Any:

@@ -250,8 +250,9 @@ def _loss(run: LitGPTRun, stock: Callable[..., torch.Tensor]) -> Callable[..., t
     finetunes = run.module.__name__.startswith("litgpt.finetune.")  # answers are of unequal length
 
     def loss(logits: Any, targets: torch.Tensor, chunk_size: int = 128, ignore_index: int = -100) -> torch.Tensor:
-        masks = goldfish is not None and torch.is_grad_enabled()  # litgpt validates without gradients
-        if masks:
+        masks = False
+        if goldfish is not None and torch.is_grad_enabled():  # litgpt validates without gradients
+            masks = True
             targets = targets.masked_fill(~goldfish_mask(targets, *goldfish, ignore_index=ignore_index), ignore_index)
         assert run.strategy is not None
         mean = run.strategy.cross_entropy if own else stock

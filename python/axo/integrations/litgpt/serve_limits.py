@@ -71,6 +71,11 @@ class LimitedProtocol(H11Protocol):
         if self._awaited():
             self.transport.abort()
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._awaited() and self.conn.trailing_data[0]:
+            self.transport.abort()  # a second request: uvicorn would read no further, and not see the client leave
+
     def on_response_complete(self) -> None:
         self._transfer.cancel()
         super().on_response_complete()

@@ -79,10 +79,6 @@ class Served:
         api = self._api
         listener = _listen(self._host, port) if self._server is not None else None
         api.setup(os.environ["LT_ACCELERATOR"])
-        if hasattr(api, "chat_template"):  # the checkpoint's: it may format messages, and nothing else
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-            api.template = ImmutableSandboxedEnvironment().from_string(api.chat_template)
         while self._server is None:
             request = api.llm.fabric.broadcast(None)
             if request:

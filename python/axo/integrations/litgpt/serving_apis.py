@@ -14,13 +14,13 @@ from axo.integrations.litgpt import harmless
 
 class SimpleLitAPI(serve.SimpleLitAPI):
     def setup(self, device: str) -> None:
-        harmless.guard()
+        harmless.protect()
         super().setup(device)
 
 
 class StreamLitAPI(serve.StreamLitAPI):
     def setup(self, device: str) -> None:
-        harmless.guard()
+        harmless.protect()
         super().setup(device)
 
 
@@ -32,7 +32,7 @@ class OpenAISpecLitAPI(serve.OpenAISpecLitAPI):
     """
 
     def setup(self, device: str) -> None:
-        harmless.guard()
+        harmless.protect()
         with harmless.sandboxed_templates():
             super().setup(device)
 

@@ -109,6 +109,7 @@ def refuse_whole_heads(module: nn.Module, name: str, key_heads: int) -> None:
                 " plan={'*.self_attn.*': 'replicate'}"
             )
 
+    check.eager_only = True  # type: ignore[attr-defined]
     handle = module.register_forward_pre_hook(check, with_kwargs=True)
 
 
