@@ -1,5 +1,6 @@
 """Code that copies a module before it is split, or reads a split weight: right as on one device, or refused by name."""
 
+import contextlib
 import sys
 
 import pytest
@@ -166,6 +167,32 @@ def test_readers_of_split_weights_are_refused(grid, tmp_path, peft):
         for (kind, _), refused in zip(cases, rank, strict=True):
             assert isinstance(refused, str) and ": 'replicate'}" in refused, (kind, refused)
             assert kind == "prefix" or "reads 'base_model.model.model." in refused, refused
+
+
+def pack_saved(grid):
+    """Gradient norms of a step, plain, with torch's own hooks of saved tensors, and with hooks of a program's own."""
+    comms = axo.connect(grid)
+    norms = []
+    for hooks in (None, torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(*OF_ONES_OWN)):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+        model = axo.parallelize(model, comms, plan="auto")
+        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(4))
+        with hooks or contextlib.nullcontext():
+            loss = model(rows).square().mean()
+        loss.backward()
+        norms.append(axo.clip_grad_norm_(model.parameters(), 1e9).item())
+    return norms
+
+
+OF_ONES_OWN = (lambda tensor: tensor.clone(), lambda packed: packed)
+
+
+@pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1"])
+def test_hooks_of_saved_tensors_may_read_split_weights(grid):
+    """Autograd calls them where Axo, or the layer itself, saves its own weight."""
+    for norms in run_ranks(pack_saved, 2, grid):
+        assert norms == [norms[0]] * 3
 
 
 def change_late(grid):

@@ -78,13 +78,18 @@ class _ShardReads(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check(self, weight: nn.Parameter) -> None:
-        """Raise unless the nearest code outside of torch is Axo's, or that of the module whose own parameter it is."""
-        reader = _from(lambda name: not name.startswith("torch."))
-        if reader is None or reader.f_globals["__name__"].partition(".")[0] in ("axo", "axo_kernels"):
+        """Raise unless Axo reads it, or the module whose own parameter it is, by themselves or through what autograd
+        calls there (a hook that packs saved tensors)."""
+        reader = frame = _from(lambda name: not name.startswith("torch."))
+        while frame is not None and frame.f_globals.get("__name__") != "torch.nn.modules.module":
+            if frame.f_globals.get("__name__", "").partition(".")[0] in ("axo", "axo_kernels"):
+                return
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and any(each is weight for each in module._parameters.values()):
+                return  # a plan has split it for the code that it knows
+            frame = frame.f_back
+        if reader is None:
             return
-        module = reader.f_locals.get("self")
-        if isinstance(module, nn.Module) and any(each is weight for each in module._parameters.values()):
-            return  # a plan has split it for the code that it knows
         placement, code = placement_of(weight), reader.f_code
         name = next((name for name, each in self._model.named_parameters() if each is weight), "a parameter")
         path = name.split(".")[:-1]
