@@ -217,19 +217,26 @@ def add_to(parser: argparse.ArgumentParser) -> None:
             group.add_argument(name_of(each), action="store_true", help=text)
         else:
             metavar = each.metadata["metavar"]
-            group.add_argument(name_of(each), type=_reader(each), default=None, metavar=metavar, help=text)
+            default = None if each.name == "pipeline" else each.default  # left out, it depends on the grid
+            group.add_argument(name_of(each), type=_Reader(each), default=default, metavar=metavar, help=text)
 
 
-def _reader(option: Field[Any]) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
+@dataclass(frozen=True)
+class _Reader:
+    """Reads an option's text for a parser, whose help shows this object as the option's type."""
+
+    option: Field[Any]
+
+    def __call__(self, value: Any) -> Any:
         if not isinstance(value, str | int | float):  # read before
             return value
         try:
-            return option.metadata["read"](str(value))
+            return self.option.metadata["read"](str(value))
         except ValueError as error:  # argparse shows the words of this one
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return read
+    def __repr__(self) -> str:
+        return str(self.option.metadata["metavar"])
 
 
 def take_from(parsed: Any) -> Options:
