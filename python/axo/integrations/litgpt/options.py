@@ -228,7 +228,7 @@ class _Reader:
     option: Field[Any]
 
     def __call__(self, value: Any) -> Any:
-        if not isinstance(value, str | int | float):  # read before
+        if not isinstance(value, str | int | float) or value == self.option.default:  # read before
             return value
         try:
             return self.option.metadata["read"](str(value))
