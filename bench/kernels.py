@@ -200,12 +200,12 @@ def main(arguments: list[str] | None = None) -> int:
     spent = time.perf_counter() - started
     cases = (row for row in earlier if "asked_share" in row)
     hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"}, [*failed, *cases])
-    cases_of = [(32, 32, 32)] if options.dry else [(1024, 1024, 1024)] if options.smoke else OVERLAP_SHAPES
+    widths = [(32, 32, 32)] if options.dry else [(1024, 1024, 1024)] if options.smoke else OVERLAP_SHAPES
     asked = argparse.Namespace(size=4, rounds=3 if toy else 9, seconds=options.seconds - spent)
     dtype = torch.float32 if options.dry else torch.bfloat16
     counts = [2, 4] if options.dry else [4, 8]
     shares = [0.4] if options.smoke else [0.2, 0.4, 0.8]
-    timed = partial(overlap.measure, cases_of, shares, counts, dtype, device, hidden, asked, each=CASE_SECONDS)
+    timed = partial(overlap.measure, widths, shares, counts, dtype, device, hidden, asked, each=CASE_SECONDS)
     measure("overlap", hidden, timed)
     verdicts |= judge.overlap([] if options.dry else hidden.rows, overlap.OPERATIONS, OVERLAP_SHAPES)
     for name, call in late.items():

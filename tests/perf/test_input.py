@@ -195,7 +195,14 @@ def test_hugging_face_and_litgpt_agree(tmp_path: Path) -> None:
             readers.read(str(path))
 
 
-LLAMA = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
 PUBLIC = {  # fields of the config.json of public models, and the parameters that their makers give (billions)
     "Llama-3.2-1B": (LLAMA | {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192,
                               "tie_word_embeddings": True}, 1.236),

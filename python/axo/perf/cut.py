@@ -115,9 +115,9 @@ class BlockStack:
 
 def planned(workload: Workload, ranks: int, stages: int, order: str) -> list[int]:
     """Return where each stage of ``workload`` begins, and the end: ``best`` of its flops."""
-    found = BlockStack(workload)
-    before, *_, after = found.flops
-    return best(before, [found.flops[kind] for kind in found.stack], after, ranks=ranks, stages=stages, order=order)
+    stack = BlockStack(workload)
+    before, *_, after = stack.flops
+    return best(before, [stack.flops[kind] for kind in stack.stack], after, ranks=ranks, stages=stages, order=order)
 
 
 def best(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "n_experts_per_token")
 _OUT = re.compile(r"(^|\.)(o_proj|out_proj|c_proj|dense|wo)$")  # how classes call the layer behind the heads
 _SIZES = re.compile(r"expert|moe|hidden|intermediate|heads|layers|head_dim|lora_rank|vocab|groups")
+_COUNTED = re.compile(r"(size|heads|layers?|dim|experts|groups)$")  # of these alone, a word is no value
 _MOST_LAYERS, _MOST_MODULES, _MOST = 2048, 200_000, 10**8  # modules are built one by one
 _PARTS = re.compile(r"expert|moe|lora_rank")  # fields that a class which does not read them has no such part for
 _MOST_MISSED = 1e-3  # share of a model's parameters that small vectors (scales, routers' biases) may have uncounted
@@ -158,7 +159,9 @@ def _check_fields(known: Mapping[str, Any], fields: Mapping[str, Any], name: str
             continue
         default: Any = known.get(field)
         whole, sized = (type(one) is int for one in (value, default))
-        if isinstance(value, str) or (sized and default > 0 and value is not None and not (whole and value > 0)):
+        if (isinstance(value, str) and _COUNTED.search(field)) or (
+            sized and default > 0 and value is not None and not (whole and value > 0)
+        ):
             raise ValueError(f"model {name!r}: {field}={value!r} is not a whole number of at least 1")
         if whole and value > _MOST:
             raise ValueError(f"model {name!r}: {field}={value!r} is more than any model has")

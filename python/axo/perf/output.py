@@ -251,11 +251,11 @@ def compared(plans: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 def commands(made: GridPlan, top: int) -> list[str]:
     """Return the command lines of each of the best ``top`` rows, numbered as in the table."""
-    found = []
+    lines = []
     for number, one in enumerate(made.ranked[:top], 1):
         for line in (command_line(made, one), litgpt_line(made, one)):
-            found += [f"{number}: {line}"] if line else []
-    return found
+            lines += [f"{number}: {line}"] if line else []
+    return lines
 
 
 def placeholders(made: GridPlan, top: int) -> dict[str, str]:
@@ -274,11 +274,13 @@ def tokens_text(tokens: float) -> str:
 
 def memory_table(candidate: Candidate) -> Table:
     """Return what a rank holds, by what it is for."""
-    held = candidate.memory
-    if held is None:
+    memory = candidate.memory
+    if memory is None:
         return ["what", "GiB"], []
-    sizes = {name: size for name, size in asdict(held).items() if name != "accumulates"}
-    sizes |= {f"when {moment}": size for moment, size in held.moments.items()} | {"with waste and reserve": held.total}
+    sizes = {name: size for name, size in asdict(memory).items() if name != "accumulates"}
+    sizes |= {f"when {moment}": size for moment, size in memory.moments.items()} | {
+        "with waste and reserve": memory.total
+    }
     return ["what", "GiB"], [[part, f"{size / GIB:.2f}"] for part, size in sizes.items()]
 
 

@@ -221,12 +221,12 @@ def _stage(index: int, ranks: int, kind: Kind) -> SimpleNamespace:
 
 
 def _plain(listed: Sequence[Any]) -> list[Action]:
-    found = []
+    plain = []
     for one in listed:
         for each in (one.sub_actions or (one,)) if one is not None else ():  # a pair runs one after the other
             if each.computation_type.value in (FORWARD, BACKWARD, INPUT, WEIGHT):
-                found.append(Action(each.computation_type.value, each.stage_index, each.microbatch_index))
-    return found
+                plain.append(Action(each.computation_type.value, each.stage_index, each.microbatch_index))
+    return plain
 
 
 def _renumbered(kind: Kind, found: list[Action]) -> tuple[Action, ...]:
@@ -355,14 +355,14 @@ def _ready(
     if kind == WEIGHT:
         return done.get((INPUT, stage, microbatch))
     waits = [(FORWARD, stage - 1)] if kind == FORWARD else [(FORWARD, stage), (INPUT, stage + 1)]
-    found = 0.0
+    latest = 0.0
     for what, where in waits:
         if 0 <= where < stages:
             when = done.get((what, where, microbatch))
             if when is None:
                 return None
-            found = max(found, when + (message_s if home[where] != home[stage] else 0.0))
-    return found
+            latest = max(latest, when + (message_s if home[where] != home[stage] else 0.0))
+    return latest
 
 
 def _of_stages(value: float | Sequence[float], stages: int) -> tuple[float, ...]:

@@ -60,13 +60,13 @@ def hierarchies(ranks: int) -> Iterator[tuple[int, int]]:
 
 def shapes(workload: Workload, ranks: int, rows: int) -> list[tuple[int, int, int]]:
     """Return the (m, k, n) of a model's products on the grids that give all ranks to x, to y or to z."""
-    found = []
+    products = []
     for grid in dict.fromkeys((Grid(), Grid(x=ranks), Grid(y=ranks), Grid(z=ranks))):
         for block in workload.blocks:
             for layer in block.layers:
                 if layer.kind == "linear":
-                    found.append((chunk(rows, grid.z), *layer.local_sizes(grid)))
-    return list(dict.fromkeys(found))
+                    products.append((chunk(rows, grid.z), *layer.local_sizes(grid)))
+    return list(dict.fromkeys(products))
 
 
 def measure(
@@ -186,7 +186,7 @@ def _timed(comms: Communicators, repeats: int, run: Callable[[], object]) -> lis
 
     on_gpu = torch.device(comms.device).type != "cpu"
     run()
-    found = []
+    seconds_each = []
     for _ in range(repeats):
         comms.world.barrier()
         if on_gpu:
@@ -195,8 +195,8 @@ def _timed(comms: Communicators, repeats: int, run: Callable[[], object]) -> lis
         run()
         if on_gpu:
             torch.accelerator.synchronize()
-        found.append(time.perf_counter() - started)
-    seconds = torch.tensor(found, dtype=torch.float64, device=comms.device)
+        seconds_each.append(time.perf_counter() - started)
+    seconds = torch.tensor(seconds_each, dtype=torch.float64, device=comms.device)
     if comms.grid.world_size > 1:
         seconds = comms.world.all_reduce(seconds, "max")
     return [float(second) for second in seconds]
