@@ -380,8 +380,8 @@ def trained(gpu: Any, rank: int, size: int, say: Say) -> None:
         mine = axo.shard_batch(ids, comms).to(device)
         one = axo_contestant("axo", sizes, comms)
         losses = [one.step(mine[:, :-1], mine[:, 1:]) for _ in range(3)]
-        found = [float(comms.world.all_reduce(loss.clone().float(), "avg")) for loss in losses]
-        apart = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+        means = [float(comms.world.all_reduce(loss.clone().float(), "avg")) for loss in losses]
+        apart = max(abs(a - b) for a, b in zip(means, expected, strict=True))
         say(check=f"training on {grid}, losses as serial", wrong=int(not apart < LOSSES_APART), apart=apart)
         comms.close()
 

@@ -215,8 +215,8 @@ def put_away(part: Part, out: Path, known: dict[str, Any], fresh: bool) -> None:
 
 def keep_to_eight(out: Path) -> None:
     """Put whatever is none of the bench's files into the archive: no more than eight come back from a lent machine."""
-    known = {f"{part.name}.jsonl" for part in PARTS} | {"log.txt", "verdicts.txt", "step_trace.json.gz"}
-    others = sorted(path for path in out.iterdir() if path.name not in known | {"before.tar"} and path.is_file())
+    ours = {f"{part.name}.jsonl" for part in PARTS} | {"log.txt", "verdicts.txt", "step_trace.json.gz"}
+    others = sorted(path for path in out.iterdir() if path.name not in ours | {"before.tar"} and path.is_file())
     if others:
         with tarfile.open(out / "before.tar", "a") as archive:
             for path in others:

@@ -70,11 +70,11 @@ class _Triton:
     ) -> torch.Tensor:
         plain = all(value is None for value in rest.values())
         key = _key(a, b, out, bias, accumulate) if plain else None
-        known = self._prepared.get(key) if key is not None else None
-        if known is not None:
+        launch = self._prepared.get(key) if key is not None else None
+        if launch is not None:
             if out is None:
-                out = a.new_empty((known.numbers[0], known.numbers[1]))
-            known(a, b, out, bias)
+                out = a.new_empty((launch.numbers[0], launch.numbers[1]))
+            launch(a, b, out, bias)
             return out
         rest |= {"out": out, "bias": bias, "accumulate": accumulate}
         config = self._config(a, b, **rest)

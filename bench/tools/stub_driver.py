@@ -76,8 +76,7 @@ class Stub:
 
     @property
     def complaints(self) -> list[str]:
-        found = self.library.stub_complaints()
-        return found.decode().splitlines()
+        return bytes(self.library.stub_complaints()).decode().splitlines()
 
     @staticmethod
     def _pass_for_an_h100() -> None:
