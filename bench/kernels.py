@@ -191,21 +191,21 @@ def main(arguments: list[str] | None = None) -> int:
 
     spent = time.perf_counter() - started
     narrow = Table(fp8.COLUMNS, path, {"bench": "fp8"}, [*failed, *(row for row in earlier if "scaling" in row)])
-    sizes = [(64, 48, 32)] if options.dry else fp8.SHAPES[:1] if options.smoke else fp8.SHAPES
+    fp8_shapes = [(64, 48, 32)] if options.dry else list(fp8.SHAPES[: 1 if options.smoke else None])
     rest = options.seconds - spent
     share = max(0.4 * rest, rest - OVERLAP_SECONDS)
-    measure("fp8's times", narrow, partial(fp8.measure, sizes, device, narrow, 7, share, CASE_SECONDS))
+    measure("fp8's times", narrow, partial(fp8.measure, fp8_shapes, device, narrow, 7, share, CASE_SECONDS))
     verdicts |= judge.fp8([] if options.dry else narrow.rows, SCALINGS)
 
     spent = time.perf_counter() - started
     cases = (row for row in earlier if "asked_share" in row)
     hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"}, [*failed, *cases])
-    sizes = [(32, 32, 32)] if options.dry else [(1024, 1024, 1024)] if options.smoke else OVERLAP_SHAPES
+    widths = [(32, 32, 32)] if options.dry else [(1024, 1024, 1024)] if options.smoke else OVERLAP_SHAPES
     asked = argparse.Namespace(size=4, rounds=3 if toy else 9, seconds=options.seconds - spent)
     dtype = torch.float32 if options.dry else torch.bfloat16
     counts = [2, 4] if options.dry else [4, 8]
     shares = [0.4] if options.smoke else [0.2, 0.4, 0.8]
-    timed = partial(overlap.measure, sizes, shares, counts, dtype, device, hidden, asked, each=CASE_SECONDS)
+    timed = partial(overlap.measure, widths, shares, counts, dtype, device, hidden, asked, each=CASE_SECONDS)
     measure("overlap", hidden, timed)
     verdicts |= judge.overlap([] if options.dry else hidden.rows, overlap.OPERATIONS, OVERLAP_SHAPES)
     for name, call in late.items():

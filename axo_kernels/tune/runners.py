@@ -12,7 +12,7 @@ from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.device import target_of
 from axo_kernels.fused.fp8 import run_all_gather_fp8
 from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
-from axo_kernels.gemm.layout import as_row_major, laid_out, product_of, relayout
+from axo_kernels.gemm.layout import as_row_major, laid_out, product_of, relayout, share_memory
 from axo_kernels.gemm.matmul import Epilogue, Prepared, describable, matmul, triton_matmul, vendor_matmul
 from axo_kernels.gemm.tiles import Config, accumulating
 from axo_kernels.tune.choice import Choice
@@ -81,7 +81,7 @@ class _Triton:
         if key is None:
             return matmul(a, b, self.choice.layout, backend="triton", config=config, **rest)
         product, epilogue = product_of(a, b, self.choice.layout), Epilogue(out, bias, None, accumulate)
-        epilogue.check(product, a)
+        epilogue.check(product, a, b)
         result, prepared = triton_matmul(a, b, product, epilogue, config)
         if prepared is not None:
             if len(self._prepared) >= _KEPT:
@@ -120,14 +120,24 @@ def _key(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None, accumulate: bool
 ) -> tuple[Any, ...] | None:
     """What a launch is prepared for; None where it has to be looked at anew: gradients are wanted or operands cast, a
-    batch, an empty product, numbers that torch's switches may multiply otherwise, bases without 16 bytes.
+    batch, an empty product, numbers that torch's switches may multiply otherwise, bases without 16 bytes, views that
+    negate, a result that lies on what is read.
     """
     if a.dim() != 2 or b.dim() != 2 or a.dtype.itemsize != 2 or not a.numel() * b.numel():
+        return None
+    if a.is_neg() or b.is_neg() or (bias is not None and bias.is_neg()):
         return None
     pointers = a.data_ptr() | b.data_ptr()
     into = behind = None
     if out is not None:
         pointers |= out.data_ptr()
+        if (
+            out.is_neg()
+            or share_memory(out, a)
+            or share_memory(out, b)
+            or (bias is not None and share_memory(out, bias))
+        ):
+            return None
         into = (out.shape, out.stride(), out.dtype)
     elif torch.is_autocast_enabled(a.device.type):
         return None

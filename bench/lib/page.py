@@ -62,4 +62,4 @@ def _where(part: str, header: dict[str, Any]) -> str:
 
 
 def _word(verdict: bool | str) -> str:
-    return {True: "yes", False: "no"}.get(verdict, verdict) if isinstance(verdict, bool) else str(verdict)
+    return str(verdict) if isinstance(verdict, str) else "yes" if verdict else "no"

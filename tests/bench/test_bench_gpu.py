@@ -1,6 +1,7 @@
 """The command for a machine with a GPU, end to end on stand-ins and the CPU: ``python -m bench.gpu --walk``.
 
 Oracles are in the scripts: sums written out, on collectives that the stand-in really reduces and moves; fp64 products.
+Long because the command has four parts, and what each test plays in fake time is shared.
 """
 
 import ast

@@ -88,8 +88,8 @@ def parts_of(grid):
 
 def union(ranks, grid):
     """What all data ranks have, of one rank each, in order."""
-    found = [ranks[index] for index in range(len(ranks)) if index < parts_of(grid)] if grid[4:] != "1x1" else ranks[:1]
-    return sorted(itertools.chain.from_iterable(found))
+    parts = [ranks[index] for index in range(len(ranks)) if index < parts_of(grid)] if grid[4:] != "1x1" else ranks[:1]
+    return sorted(itertools.chain.from_iterable(parts))
 
 
 def net():
@@ -191,8 +191,8 @@ def test_lightnings_metrics_gathers_and_counters_are_those_of_one_device(grid):
             assert values[name] == pytest.approx(expected[name], rel=1e-5), name
     assert union([seen for _, seen in ranks], grid) == list(range(9))
     for name in ("predictions", "indices"):
-        found = union([values[name] for values, _ in ranks], grid)
-        assert found == pytest.approx(sorted(expected[name]), rel=1e-5), name
+        values_of_all = union([values[name] for values, _ in ranks], grid)
+        assert values_of_all == pytest.approx(sorted(expected[name]), rel=1e-5), name
     assert distance(ranks[0][0]["weights"], expected["weights"]) < 1e-5
 
 
@@ -233,27 +233,27 @@ def read(grid):
     fabric = L.Fabric(accelerator="cpu", strategy=AxoStrategy(grid))
     fabric.launch()
     data = TensorDataset(torch.arange(8))
-    made = DistributedSampler(data, shuffle=False)
+    default = DistributedSampler(data, shuffle=False)
     fed = DistributedSampler(data, num_replicas=fabric.world_size, rank=fabric.global_rank, shuffle=True, seed=5)
     fed.set_epoch(3)
     loaders = [
-        DataLoader(data, batch_size=2, sampler=made),
+        DataLoader(data, batch_size=2, sampler=default),
         DataLoader(data, batch_size=2, sampler=fed),
         DataLoader(CutByRank(), batch_size=2),
         DataLoader(CutByRank(), batch_size=2, num_workers=1),
         DataLoader(CutByEnvironment(), batch_size=2),
     ]
-    found = []
+    rows = []
     for loader in loaders:
         batches = [batch[0] if isinstance(batch, list) else batch for batch in fabric.setup_dataloaders(loader)]
-        found.append(torch.cat(batches).tolist())
+        rows.append(torch.cat(batches).tolist())
     refused = None
     try:
         own = DataLoader(data, batch_size=2, sampler=Parts(fabric.global_rank, fabric.world_size))
         fabric.setup_dataloaders(own, use_distributed_sampler=False)
     except axo.Refused as error:
         refused = str(error)
-    return found, refused, ThroughputMonitor(fabric).world_size, numbers_of(fabric, "Fabric")
+    return rows, refused, ThroughputMonitor(fabric).world_size, numbers_of(fabric, "Fabric")
 
 
 @pytest.mark.parametrize("grid", ["2x1x2x1", *(pytest.param(grid, marks=pytest.mark.soak) for grid in GRIDS)])
@@ -263,7 +263,7 @@ def test_data_that_a_program_has_cut_by_rank_is_cut_by_data_rank(grid):
     ranks = run_ranks(read, count, grid, env=ELASTIC, preload=("lightning.fabric",))
     peers = count // parts_of(grid)
     for index in range(5):
-        parts = [found[index] for found, *_ in ranks]
+        parts = [rows[index] for rows, *_ in ranks]
         assert all(parts[rank] == parts[rank // peers * peers] for rank in range(count)) or grid == "1x1x1x2"
         assert sorted(itertools.chain.from_iterable(parts[::peers])) == list(range(8))
     for rank, (_, refused, devices, numbers) in enumerate(ranks):

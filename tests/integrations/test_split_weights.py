@@ -100,7 +100,7 @@ def adapt(grid, cases, folder, packages):
         "LoHa": lambda: peft.LoHaConfig(**layers),
         "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 2, 3], task_type="CAUSAL_LM"),
     }
-    found = []
+    results = []
     for number, (kind, plan) in enumerate(cases):
         torch.manual_seed(11)
         out = folder / f"{kind}{number}"
@@ -122,13 +122,13 @@ def adapt(grid, cases, folder, packages):
         try:
             trainer.train()
         except axo.Refused as error:
-            found.append(str(error))
+            results.append(str(error))
             continue
         trainer.save_model(str(out / "final"))
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         whole = load_file(out / "final" / "adapter_model.safetensors")
-        found.append((losses, {name: float(value.norm()) for name, value in whole.items()}))
-    return found
+        results.append((losses, {name: float(value.norm()) for name, value in whole.items()}))
+    return results
 
 
 def check(ranks, expected):

@@ -94,7 +94,7 @@ def test_the_shortest_way_through_a_loop_is_a_step():
 
 @pytest.mark.slow
 def test_the_committed_counts_are_those_of_today(monkeypatch, tmp_path):
-    """One of the four kernels, compiled again: exactly by the version of Triton that has counted; by another, nearly."""
+    """One of the four kernels, compiled again: exactly by the Triton that has counted; by another, nearly."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     known = roofline.known_counts()
     (found,) = roofline.counted(1).items()

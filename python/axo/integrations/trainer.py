@@ -175,8 +175,8 @@ class AxoStrategy(ParallelStrategy):
             self._fabric.setup_module(child)
         # Averages of weights are copies that callbacks made before.
         trainer: Any = getattr(self.lightning_module, "_trainer", None)
-        held = [each for callback in trainer.callbacks for each in vars(callback).values()] if trainer else []
-        for module in (part for each in held if isinstance(each, nn.Module) for part in each.modules()):
+        attributes = [each for callback in trainer.callbacks for each in vars(callback).values()] if trainer else []
+        for module in (part for each in attributes if isinstance(each, nn.Module) for part in each.modules()):
             if _shapes(module) in alike:
                 for copy in _children(module).values() if isinstance(module, type(model)) else (module,):
                     self._fabric.setup_module(copy)

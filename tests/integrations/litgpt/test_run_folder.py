@@ -129,7 +129,7 @@ def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_folder(tmp_path, capsys
 
 
 def test_a_run_that_went_back_is_restarted_and_stopped_on_its_own_branch(folder):
-    """It loses a rank before it has saved anything; then SIGTERM comes at a step of which an older checkpoint lies."""
+    """It loses a rank before it has saved anything; then Ctrl-C comes at a step of which an older checkpoint lies."""
     outcome, _ = finish(folder, "back", *ONCE, **ALONE | {"steps": 6, "save": 1})
     assert outcome.ok, outcome.describe() + outcome.output
     two = folder / "back" / "step-00000002" / "lit_model.pth"
@@ -139,8 +139,8 @@ def test_a_run_that_went_back_is_restarted_and_stopped_on_its_own_branch(folder)
     assert re.findall("Resuming training from .*step-(.*)/", outcome.output) == ["00000002"] * 2
     assert run_folder.newest(folder / "back") == two
     (folder / "back" / "fault").unlink()
-    outcome, _ = finish(folder, "back", "--resume", "auto", fault="SIGTERM", step=1, **lost)
-    saved = re.search(r"stopped by SIGTERM after step (\d+); saved (\S+);", outcome.output)
+    outcome, _ = finish(folder, "back", "--resume", "auto", fault="SIGINT", step=1, **lost)
+    saved = re.search(r"stopped by Ctrl-C after step (\d+); saved (\S+);", outcome.output)
     assert outcome.ok and saved is not None, outcome.describe() + outcome.output
     assert str(run_folder.newest(folder / "back")) == saved[2] and f"step-{int(saved[1]):08d}" in saved[2]
 

@@ -148,7 +148,17 @@ def test_a_wrong_kernel_is_reported_and_left_out(fault, monkeypatch, tmp_path):
         return out.add_(result) if accumulate and fault != "accumulate" else out.copy_(result)
 
     config = HOPPER[-1]
-    monkeypatch.setattr(runners, "matmul", kernel)
+    monkeypatch.setattr(
+        runners,
+        "triton_matmul",
+        lambda a, b, product, behind, config: (
+            kernel(
+                a, b, product.layout, backend="triton", config=config, out=behind.out, bias=behind.bias,
+                accumulate=behind.accumulate,
+            ),
+            None,
+        ),
+    )  # fmt: skip
     monkeypatch.setattr(runners, "target_of", lambda device: TARGETS["sm_90"])
     monkeypatch.setattr(runners, "describable", lambda *operands: True)
     monkeypatch.setattr(choice_module, "usable", lambda *given: True)

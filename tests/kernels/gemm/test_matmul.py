@@ -532,6 +532,14 @@ def check_prepared(layout):
         assert leaf.grad is not None and leaf.grad.abs().sum() > 0
         with pytest.raises(ValueError, match="bias has shape"):
             run(a, b, bias=bias[:40])
+        # what is looked at in each call, prepared or not
+        square = operands(layout, 48, 48, 48, torch.float16)
+        right(*square, out=torch.empty(48, 48, dtype=torch.float16))
+        with pytest.raises(ValueError, match="out lies on a"):
+            run(*square, out=square[0])
+        turned = torch.complex(torch.zeros(a.shape), a.float()).to(torch.complex32).conj().imag
+        assert turned.is_neg()
+        right(turned, b)
     finally:
         runners.triton_matmul = begin
 
