@@ -60,9 +60,10 @@ def saved_of(model: torch.nn.Module, comms: axo.Communicators, precision: str, r
     seen: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            seen[storage.data_ptr()] = tensor
+        with torch._C.DisableTorchFunction():  # a weight's storage is told from others here, and not computed with
+            address = tensor.untyped_storage().data_ptr()
+        if address not in weights:
+            seen[address] = tensor
         return tensor
 
     ids = torch.zeros(SEQUENCES // (comms.grid.z * comms.grid.data), LENGTH, dtype=torch.long)
