@@ -37,9 +37,6 @@ import torch.nn.functional as F
 
 import axo
 from axo.grid import Grid
-from axo.perf.layer_time import RunOptions
-from axo.perf.memory import GIB, estimate
-from axo.perf.workload import gpt
 from axo_kernels.tune.timing import issue_time, once, relative_error, sustained
 
 from . import gemm
@@ -112,6 +109,10 @@ def rates(device: torch.device, toy: bool) -> tuple[float, float]:
 
 def planned(sizes: Sizes) -> float:
     """GiB that the planner gives such a step of Axo's at its fullest, without its share for waste and libraries."""
+    from axo.perf.layer_time import RunOptions  # want PyYAML, which a GPU's bare machine may lack
+    from axo.perf.memory import GIB, estimate
+    from axo.perf.workload import gpt
+
     model = gpt(
         "a step", layers=sizes.layers, hidden=sizes.hidden, heads=sizes.heads, vocab=sizes.vocab,
         seq_length=sizes.seq_len, bias=False,
@@ -209,7 +210,7 @@ def step(
         runs[name] = partial(one.step, ids[:, :-1], ids[:, 1:])
         losses[name] = float(runs[name]())
         runs[name]()  # with all moments there
-        peaks[name] = (peak_allocated(device) - before) / GIB if device.type == "cuda" else None
+        peaks[name] = (peak_allocated(device) - before) / 2**30 if device.type == "cuda" else None
     found = in_turns(runs, rounds, device)
     state = gemm.working(runs["axo"], found["axo"][0], device)
     for name, (seconds, host) in found.items():

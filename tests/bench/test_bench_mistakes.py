@@ -21,6 +21,7 @@ MISTAKES = {
     "collectives": ("--sizes 1Q", "size '1Q' is not a number of bytes; write 4096, 64K, 1M or 1G"),
     "curves": ("--grids 7", "grid '7' is not of the form XxYxZxDATA"),
     "device": ("--bogus", "unrecognized arguments: --bogus"),
+    "exam": ("--bogus", "unrecognized arguments: --bogus"),
     "gemm": ("--sizes 0", "--sizes '0' is not a whole number of at least 1"),
     "gpu": ("--seconds 1", "--seconds 1 is too short for any result; use at least 60"),
     "gpu_step": ("--rounds x", "argument --rounds: invalid int value: 'x'"),

@@ -59,7 +59,7 @@ def trained(arguments: list[str]) -> list[str]:
 MISTAKES = [
     (override("norm_class_name=Foo"), "norm_class_name='Foo' is not known; use one of LayerNorm, RMSNorm"),
     (override("mlp_class_name=GPT"), "mlp_class_name='GPT' is not known; use one of GptNeoxMLP, LLaMAMLP"),
-    (override("n_layer=[1"), "model: n_layer='[1' is not YAML: expected ',' or ']'"),
+    (override("n_layer=[1"), "model: n_layer='[1' is not YAML: "),
     (override("n_layer=0"), "n_layer=0 is not a count from 1 to"),
     (override("n_layer=-1"), "n_layer=-1 is not a count from 1 to"),
     (override("n_embd=0"), "n_embd=0 is not a count from 1 to"),

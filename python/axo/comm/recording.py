@@ -249,6 +249,11 @@ class RecordingGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return _BACKEND
 
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """By which torch 2.15's schedules sort messages; torch's own asks a backend."""
+        return "pipeline"
+
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         return self._note("send", tensors[0], peer)
 
@@ -257,6 +262,10 @@ class RecordingGroup(dist.ProcessGroup):
             with torch.no_grad(), _disable_current_modes():
                 tensors[0].fill_(1)  # in the vote by which torch's stages begin: "the shapes are given"
         return self._note("recv", tensors[0], peer)
+
+    def _get_backend(self, device: object) -> object:  # type: ignore[override]
+        """What torch asks whether it groups messages: this object does not."""
+        return self
 
     def allreduce(self, tensors: list[torch.Tensor], options: object) -> dist.Work:  # type: ignore[override]
         """The vote by which torch's stages begin, from torch 2.15 on: this rank's own answer is that of all."""

@@ -35,7 +35,7 @@ def base(folder: Path) -> Path:
 @pytest.mark.parametrize("kind", ["plain", "model", "sharded", "style"])
 def test_generate_runs_nothing_of_a_checkpoints_folder(base: Path, tmp_path: Path, kind: str) -> None:
     """Oracle: a folder that the file would make."""
-    flag, path = tmp_path / "it ran", other(base, kind)
+    flag, path = tmp_path / "it ran", other(base, f"hostile-{kind}")
     file = path / "lit_model.pth"
     if kind == "style":
         (path / "prompt_style.yaml").write_text("class_path: os.abort\ninit_args: {}\n")

@@ -163,6 +163,8 @@ def _said(command: str, function: Callable[..., Any], parser: Any, arguments: li
         place = ", its first argument" if missing[1] == first else ""
         return f"{command} wants a {missing[1]}{place}; axo litgpt {command} --help tells more"
     keys = re.findall(r'Parser key "([^"]+)"', error)
+    if not keys and (unknown := re.search(r"Key '([\w.]+)' is not expected", error)):  # of a configuration file
+        return f"{command} has no option --{unknown[1]}{_nearest(command, parser, unknown[1])}"
     if not keys:
         told = _innermost(error) if "Does not validate" in error else " ".join(error.split())
         told = told.replace("Problems parsing config", "--config: not YAML")
