@@ -117,7 +117,10 @@ def is_what_ranks_do(cases: list[TrainConfig], ranks: tuple[int, ...], per_rank:
             tokens = case.batch_size * case.seq_len // (case.grid.z * case.grid.data)
             statistics = 8 * tokens + 64  # of the loss: they have values, which a dry run does not count
             assert abs(record.saved - measured.saved) <= max(statistics, 0.01 * measured.saved), case
-            assert record.peak.total == pytest.approx(measured.peak.total, rel=0.015), case
+            # With torch 2.15 a real stage holds messages that it has sent; a dry one lets go of them when awaited.
+            sent = sum(size for op, _, size in dry if op == "send")
+            missing = measured.peak.total - record.peak.total
+            assert -0.015 * measured.peak.total <= missing <= 0.015 * measured.peak.total + sent, case
 
 
 @pytest.mark.slow
