@@ -366,7 +366,7 @@ def killed(rank: Rank, say: Say) -> None:
     say(check="a killed rank is named", us=1e6 * (time.perf_counter() - started), wrong=wrong)
 
 
-def trained(gpu: Any, rank: int, size: int, say: Say) -> None:
+def trained(gpu: Any, store: Any, rank: int, size: int, say: Say) -> None:
     """Three steps of a small GPT on grids of two ranks beside serial ones: losses within the rounding of fp32."""
     sizes, device = Sizes(64, 2, 4, 96, 32, 4), torch.device(gpu.trains_on)
     if device.type == "cuda":
@@ -375,6 +375,8 @@ def trained(gpu: Any, rank: int, size: int, say: Say) -> None:
     ids = torch.randint(sizes.vocab, (sizes.rows, sizes.seq_len + 1), generator=torch.Generator().manual_seed(3))
     alone = Contestant("serial", serial(sizes, device), sizes)
     expected = [float(alone.step(ids[:, :-1].to(device), ids[:, 1:].to(device))) for _ in range(3)]
+    # One world for all grids: a store of each grid's own at one port may be met by a rank of the grid before.
+    dist.init_process_group("axo", store=dist.PrefixStore("training", store), rank=rank, world_size=size)
     for grid in ("2x1x1x1", "1x1x2x1", "1x1x1x2"):
         comms = axo.connect(grid, device=gpu.trains_on)
         mine = axo.shard_batch(ids, comms).to(device)
@@ -384,6 +386,7 @@ def trained(gpu: Any, rank: int, size: int, say: Say) -> None:
         apart = max(abs(a - b) for a, b in zip(means, expected, strict=True))
         say(check=f"training on {grid}, losses as serial", wrong=int(not apart < LOSSES_APART), apart=apart)
         comms.close()
+    dist.destroy_process_group()
 
 
 # What the ranks of one start do, in this order, with communicators of the bench's own.
@@ -474,7 +477,7 @@ def one_process(kind: type, checks: Sequence[str], size: int, folder: Path, numb
         if "torch" in checks:
             run("torch", torch_alone, gpu, store, number, size)
         if "training" in checks:
-            run("training", trained, gpu, number, size)
+            run("training", trained, gpu, store, number, size)
         wanted = [name for name in checks if name in CHECKS]
         if wanted:
             rank = Rank(gpu, store, number, size)
