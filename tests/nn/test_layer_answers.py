@@ -68,6 +68,8 @@ def test_a_layer_that_does_not_count_says_so() -> None:
     comms = recording("1x1x1x1")
     with pytest.raises(NotImplementedError, match="GroupNorm: what it keeps for backward is not counted"):
         axo.nn.GroupNorm(2, 8, comms=comms).saved_bytes(8)
+    with pytest.raises(NotImplementedError, match="Conv2d: its flops"):
+        axo.nn.Conv2d(4, 8, 3, comms=comms).flops(8)
 
 
 @pytest.mark.parametrize("grid", ["2x2x2x1", "4x2x1x2", "1x1x4x2"])

@@ -203,6 +203,9 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         )
         return self._reduced(calls)
 
+    def flops(self, rows: int) -> float:
+        raise NotImplementedError(f"{self.label()}: its flops depend on the size of its images, and are not counted")
+
     def _pad_is_inside(self) -> bool:
         left, right, top, bottom = self._reversed_padding_repeated_twice
         return self.padding_mode == "zeros" and left == right and top == bottom
