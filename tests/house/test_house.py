@@ -47,6 +47,7 @@ REPLACED = {
 # A package may import those of a lower level, and itself. What stands here is the design's order of the house.
 LEVELS = [
     {"errors", "files", "grid", "lazy", "settings"},
+    {"check"},
     {"launch", "arrangement"},
     {"comm"},
     {"placement"},
