@@ -5,6 +5,8 @@
 
 #include <chrono>
 #include <cstring>
+#include <string>
+#include <vector>
 
 #include "tests/check.h"
 
@@ -33,7 +35,8 @@ int main(int argc, char** argv) {
   const char* filter = argc > 1 ? argv[1] : "";
   const char* limit = std::getenv("AXO_TEST_SECONDS");
   ::signal(SIGALRM, on_alarm);
-  int failed = 0, ran = 0, left_out = 0;
+  int ran = 0, left_out = 0;
+  std::vector<std::string> failures;
   for (const auto& test : check::tests()) {
     if (std::strstr(test.name, filter) == nullptr) continue;
     if (check::kThreadSanitizer && test.forks) {
@@ -55,11 +58,13 @@ int main(int argc, char** argv) {
     std::printf("%-40s %8ld checks %7.2f s  %s\n", test.name, check::checks() - before, seconds,
                 error.empty() ? "ok" : ("FAILED " + error).c_str());
     std::fflush(stdout);
-    failed += !error.empty();
+    if (!error.empty()) failures.push_back(std::string(test.name) + ": " + error);
   }
   ::alarm(0);
-  std::printf("%d tests, %d failed", ran, failed);
+  std::printf("%d tests, %zu failed", ran, failures.size());
   if (left_out > 0) std::printf(", %d that fork not run under ThreadSanitizer", left_out);
   std::printf("\n");
-  return failed || ran == 0 ? 1 : 0;
+  // Named once more where a reader of a log's last lines looks.
+  for (const auto& failure : failures) std::printf("FAILED %s\n", failure.c_str());
+  return !failures.empty() || ran == 0 ? 1 : 0;
 }
