@@ -1,8 +1,9 @@
-"""What the command lines of benches share: the parser, numbers, shapes and the device; a mistake is one line."""
+"""What the command lines of benches share: the parser, numbers, shapes, rates, the device; a mistake is one line."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import NoReturn
 
@@ -64,6 +65,15 @@ def shares(option: str, text: str) -> list[float]:
     if not all(0 < share < float("inf") for share in found):
         raise ValueError(f"{option} {text!r}: use numbers above 0, such as 0.2,0.4,0.8")
     return found
+
+
+def rate(text: str) -> float:
+    """Bytes a second: 200M, 1.5G (K, M, G: powers of 1000). For argparse."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text)
+    value = float(match[1]) * 1000.0 ** " KMG".find(match[2] or " ") if match else 0.0
+    if not 1 <= value <= 1e15:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate; use bytes a second, such as 200M or 1.5G")
+    return value
 
 
 def device(option: str, name: str) -> torch.device:

@@ -231,8 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a product is wrong."""
     import torch
 
-    from ..lib.arguments import Parser
-    from ..lib.link import rate
+    from ..lib.arguments import Parser, rate
     from ..lib.table import Table, environment
 
     parser = Parser("axo bench products", __doc__, json=True)
