@@ -38,6 +38,7 @@ from . import mpi
 from .lib import collective_calls as calls_of
 from .lib.arguments import Parser
 from .lib.collective_calls import BUS_FACTOR
+from .lib.picture import panels
 from .lib.table import Table, environment
 
 COLUMNS = {"op": "s", "rival": "s", "ranks": "d", "dtype": "s", "size": "d", "count": "d", "time_us": ".2f"}
@@ -234,30 +235,22 @@ def time_calls(calls: dict[str, Any], comm: Any, size: int, rounds: int) -> dict
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Bus bandwidth over size, a line for each operation, rival, dtype and number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     operations = sorted({row["op"] for row in rows if row["op"] != "barrier"}) or ["all_reduce"]
     columns = min(2, len(operations))
-    lines_of_axes = -(-len(operations) // columns)
-    size = (6 * columns, 4 * lines_of_axes)
-    figure, grid = pyplot.subplots(lines_of_axes, columns, figsize=size, squeeze=False)
-    for op, axes in zip(operations, grid.flat, strict=False):
-        lines: dict[tuple, list[tuple[int, float]]] = {}
-        for row in rows:
-            if row["op"] == op:
-                lines.setdefault((row["rival"], row["ranks"], row["dtype"]), []).append((row["size"], row["busbw"]))
-        for (rival, ranks, dtype), points in lines.items():
-            axes.loglog(*zip(*sorted(points), strict=True), marker="o", label=f"{rival}, {ranks} ranks, {dtype}")
-        axes.set(title=op, xlabel="size (bytes)", ylabel="busbw (GB/s)")
-        axes.grid(visible=True, which="major", alpha=0.3)
-        axes.legend(fontsize=6)
-    for axes in grid.flat[len(operations) :]:
-        axes.set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    lines_of_panels = -(-len(operations) // columns)
+    with panels(path, (6 * columns, 4 * lines_of_panels), lines_of_panels, columns) as every:
+        for panel in every[len(operations) :]:
+            panel.set_visible(False)
+        for op, panel in zip(operations, every, strict=False):
+            lines: dict[tuple, list[tuple[int, float]]] = {}
+            for row in rows:
+                if row["op"] == op:
+                    lines.setdefault((row["rival"], row["ranks"], row["dtype"]), []).append((row["size"], row["busbw"]))
+            for (rival, ranks, dtype), points in lines.items():
+                panel.loglog(*zip(*sorted(points), strict=True), marker="o", label=f"{rival}, {ranks} ranks, {dtype}")
+            panel.set(title=op, xlabel="size (bytes)", ylabel="busbw (GB/s)")
+            panel.grid(visible=True, which="major", alpha=0.3)
+            panel.legend(fontsize=6)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--precision", default="bf16-mixed", choices=list(LOSS_LIMIT))
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of a rank, on every grid")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--plot", type=Path, default=None, help="write a PNG here")
     options = parser.parse_args(arguments)
     from axo.launch import Rank, launch_local
 
@@ -74,8 +72,6 @@ def main(arguments: list[str] | None = None) -> int:
             each = row["tokens_s"] / grid.world_size
             first = first or each
             table.add(**row, efficiency=each / first)
-    if options.plot and table.rows:
-        plot(table.rows, f"{options.mode} scaling, {cores} cores", options.plot)
     return 0
 
 
@@ -118,35 +114,6 @@ def measure(grid: Grid, hidden: int, options: argparse.Namespace) -> dict[str, A
         "grid": str(grid), "ranks": grid.world_size, "hidden": hidden, "tokens": tokens, "ms": mean * 1e3,
         "tokens_s": tokens / mean, "comm": blocked / mean, "loss": steps[-1][2],
     }  # fmt: skip
-
-
-def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Efficiency over ranks: a line a size through the best grid of each count, a mark a grid."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for hidden in dict.fromkeys(row["hidden"] for row in rows):
-        mine = [row for row in rows if row["hidden"] == hidden]
-        best = {row["ranks"]: max(r["efficiency"] for r in mine if r["ranks"] == row["ranks"]) for row in mine}
-        (line,) = axes.plot(sorted(best), [best[ranks] for ranks in sorted(best)], label=f"hidden {hidden}")
-        for row in mine:
-            axes.plot(row["ranks"], row["efficiency"], "o", color=line.get_color())
-            axes.annotate(
-                row["grid"], (row["ranks"], row["efficiency"]), (5, 3), textcoords="offset points", fontsize=8
-            )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted({row["ranks"] for row in rows}), sorted({row["ranks"] for row in rows}))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("efficiency")
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=1, help="times 10 steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--peak-tflops", type=float, default=None, help="of a rank")
-    parser.add_argument("--plot", type=Path, default=None, help="write a PNG here")
     options = parser.parse_args(arguments)
     unknown = set(options.cases.split(",")) - set(CASES)
     if unknown:
@@ -96,8 +95,6 @@ def main(arguments: list[str] | None = None) -> int:
             table.add(**row)
         if stopped is not None:
             raise stopped
-    if options.plot and table.rows:
-        plot(table.rows, options.plot)
     return int(any(not row["right"] for row in table.rows))
 
 
@@ -117,7 +114,7 @@ def has_bf16_products() -> bool:
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, without where it goes: a place of one machine."""
-    return {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
+    return {name: value for name, value in vars(options).items() if name != "json"}
 
 
 class Player:
@@ -458,26 +455,6 @@ def summarize(
             }
         )
     return rows
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """A bar a contestant, grouped by case."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 0.35 * len(rows) + 1.2), layout="constrained")
-    labels = [f"{row['case']}: {row['contestant']}" for row in rows]
-    colours = ["tab:blue" if row["contestant"].startswith("Axo") else "tab:grey" for row in rows]
-    axes.barh(labels, [row["ms"] for row in rows], color=colours)
-    for index, row in enumerate(rows):
-        axes.text(row["ms"], index, f" {row['ms']:.1f}", va="center", fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms a step (mean of the last 8 of 10)")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

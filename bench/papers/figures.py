@@ -236,10 +236,7 @@ def _strong(text: dict[str, Any], found: dict[tuple[str, int], Rivals]) -> Group
             if other is not None:
                 gain = _less(other.seconds, here.ours.seconds)
                 lines.append(Line(f"{name} 1024, gain over {names[rival]}", paper, gain, "% less", f"as {other.name}"))
-    note = (
-        "rivals that no row names fit nowhere. ZeRO-3 stops scaling at 1,024 in the paper and not here: see the"
-        " mechanisms that were tried"
-    )
+    note = "rivals that no row names fit nowhere. ZeRO-3 stops scaling at 1,024 in the paper and not here"
     return Group("Strong scaling of 80B, 4M tokens a batch (A 4D Hybrid Algorithm, VII-B and figure 9)", lines, note)
 
 

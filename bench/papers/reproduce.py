@@ -18,13 +18,14 @@ from axo.perf.layer_time import RunOptions
 from axo.perf.planner import DAY, GridPlan, Request
 from axo.perf.workload import Workload
 
-from . import calibrate, equations, figures, mechanisms
+from . import calibrate, equations, figures
 from . import tesseract_tables as tables
 from .calibrate import BATCH, Row
 from .lines import Group, Line, held_out
-from .mechanisms import MONTH, TOKENS, YEAR
 
 HERE = Path(__file__).parent
+TOKENS = 2e12
+MONTH, YEAR = 30.44 * DAY, 365.25 * DAY
 
 
 def groups() -> Iterator[Group]:
@@ -43,7 +44,6 @@ def groups() -> Iterator[Group]:
     yield _tesseract()
     yield from (tesseract_table(table) for table in ("strong", "weak"))
     yield _tesseract_ratios()
-    yield mechanisms_tried()
 
 
 def weak_scaling(plans: dict[Row, GridPlan]) -> Group:
@@ -267,21 +267,6 @@ def _tesseract_ratios() -> Group:
     return Group("Speed-ups at 64 GPUs (Tesseract, section 4)", lines, note)
 
 
-def mechanisms_tried() -> Group:
-    """What two mechanisms, each fitted on one row, do to the others."""
-    lines = []
-    for what, paper, without, predicted, unit, fitted in mechanisms.rows():
-        note = f"without it {without:.1f}" + (f", {fitted}" if fitted else "")
-        lines.append(Line(what, paper, predicted, unit, note))
-    note = (
-        f"wide products: {100 * mechanisms.wide_products():.0f}% of the usual rate at h = 16384. Both held-out rows"
-        " come nearer, but the products of 320B then take twice the seconds that the paper gives: what slows them is"
-        f" not products. Slow rings: {mechanisms.slow_rings():.0f} us a hop between nodes. The rows up to 512 GPUs were"
-        " right and are no longer: it does not hold. Neither is in the model"
-    )
-    return Group("Mechanisms tried and left out", lines, note)
-
-
 def calibration_notes(fit_again: bool) -> list[str]:
     """Say what was calibrated on what; ``fit_again`` tabulates the rows and adds how far other choices would be off."""
     machines = {name: machine.load(name) for name in ("frontier", "perlmutter", "alps")}
@@ -355,7 +340,8 @@ CANNOT: tuple[str, ...] = (
     "Loss curves, memorization and accuracy: not questions of speed.",
     "The drop at 32,768 GCDs in full: no congestion that grows with the machine is modelled, and this row is too high.",
     "640B on frontier, and the first paper's exposed communication on 1,024 GCDs (ZeRO-3's too): the predictions are"
-    " far too fast, and nothing in the text says what slowed these runs.",
+    " far too fast, and nothing in the text says what slowed these runs; two mechanisms that could, each fitted on one"
+    " row, take away from rows that were right (docs/planner.md).",
     "The 5B row of perlmutter: it lies below its neighbours, against the papers' own curve.",
     "Run-to-run variation on perlmutter and alps, which the paper notes itself.",
 )

@@ -25,6 +25,7 @@ from typing import Any
 from axo.grid import Grid
 from axo.matmul.algorithm import Algorithm, Shape, Transfer
 
+from ..lib.picture import panels
 from . import algorithms
 
 RANKS = (4, 8, 16, 27, 64)
@@ -178,53 +179,35 @@ def measure(options: argparse.Namespace, shapes: dict[str, Shape], header: dict[
 
 def plot(path: Path, ranks: int) -> None:
     """Volume against m / n for k = n, an algorithm a line; below, who moves least for each pair of m / k and n / k."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     base, aspects = 4096, [2.0**e for e in range(-5, 7)]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2))
     names = [name for name in algorithms if grids_of(algorithms[name], ranks)]
-    for name in names:
-        points = []
-        for aspect in aspects:
-            shape = Shape(int(base * aspect), base, base)
-            grid = best_grid(algorithms[name], ranks, shape)
-            assert grid is not None
-            points.append(volume(algorithms[name].cost(grid, shape)) / base**2)
-        left.plot(aspects, points, marker=".", label=name)
-    left.set(xscale="log", yscale="log", xlabel="rows of activations / width of the weight, m / n (k = n)")
-    left.set(ylabel="elements moved, forward and backward, in n^2", title=f"{ranks} ranks, each on its best grid")
-    left.legend(fontsize=8, frameon=False)
-    winners = []
-    for high in aspects:
-        row = []
-        for wide in aspects:
-            shape = Shape(int(base * wide), base, int(base * high))
-            best = {name: best_grid(algorithms[name], ranks, shape) for name in names}
-            row.append(
-                min(range(len(names)), key=lambda i: volume(algorithms[names[i]].cost(best[names[i]], shape)))  # type: ignore[arg-type]
-            )
-        winners.append(row)
-    colours = plt.get_cmap("tab10")
-    right.pcolormesh(range(len(aspects) + 1), range(len(aspects) + 1), winners, cmap=colours, vmin=0, vmax=9)
-    ticks = [index + 0.5 for index in range(0, len(aspects), 2)]
-    right.set_xticks(ticks, [f"{aspects[i]:g}" for i in range(0, len(aspects), 2)])
-    right.set_yticks(ticks, [f"{aspects[i]:g}" for i in range(0, len(aspects), 2)])
-    right.set(xlabel="m / k", ylabel="n / k", title="who moves least")
-    seen = sorted({index for row in winners for index in row})
-    right.legend(
-        [plt.Rectangle((0, 0), 1, 1, color=colours(index)) for index in seen],
-        [names[index] for index in seen],
-        fontsize=8,
-        frameon=False,
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-    )
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+
+    def moved(name: str, shape: Shape) -> int:
+        grid = best_grid(algorithms[name], ranks, shape)
+        assert grid is not None
+        return volume(algorithms[name].cost(grid, shape))
+
+    def least(wide: float, high: float) -> int:
+        shape = Shape(int(base * wide), base, int(base * high))
+        return min(range(len(names)), key=lambda i: moved(names[i], shape))
+
+    winners = [[least(wide, high) for wide in aspects] for high in aspects]
+    with panels(path, (12, 4.2), columns=2) as (left, right):
+        for name in names:
+            points = [moved(name, Shape(int(base * aspect), base, base)) / base**2 for aspect in aspects]
+            left.plot(aspects, points, marker=".", label=name)
+        left.set(xscale="log", yscale="log", xlabel="rows of activations / width of the weight, m / n (k = n)")
+        left.set(ylabel="elements moved, forward and backward, in n^2", title=f"{ranks} ranks, each on its best grid")
+        left.legend(fontsize=8, frameon=False)
+        edges = range(len(aspects) + 1)
+        right.pcolormesh(edges, edges, winners, cmap="tab10", vmin=0, vmax=9)
+        ticks = [index + 0.5 for index in range(0, len(aspects), 2)]
+        labels = [f"{aspect:g}" for aspect in aspects[::2]]
+        right.set(xticks=ticks, xticklabels=labels, yticks=ticks, yticklabels=labels)
+        right.set(xlabel="m / k", ylabel="n / k", title="who moves least")
+        for index in sorted({index for row in winners for index in row}):
+            right.plot([], [], "s", color=f"C{index}", label=names[index])
+        right.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def main(arguments: list[str] | None = None) -> int:
