@@ -6,9 +6,8 @@
 ``triton`` is the kernel alone, in the best of the tiles that the tuner tried, ``gluon`` the same of the kernel for
 Hopper, ``tuned`` what the tuner chose. ``clock`` is the multiprocessors' in MHz behind some of torch's products.
 ``pct_peak``, of torch's, and ``own_pct``, of the faster of ours, are shares of what they can do at that clock, on a
-Hopper; elsewhere of the advertised peak. On an H100 SXM ``predicted_pct`` is what ``bench.roofline`` says of the best
-of the default and Hopper's tiles. ``accumulate_ratio``, of TN: torch's product and ``add_`` onto an fp32 gradient, over
-the faster of the two where it adds by itself.
+Hopper; elsewhere of the advertised peak (docs/roofline.md: what an H100 should reach). ``accumulate_ratio``, of TN:
+torch's product and ``add_`` onto an fp32 gradient, over the faster of the two where it adds by itself.
 
 All three layouts; the error is against fp64 on a sample of rows. Times are of many calls back to back, so they hold the
 host's part where that is the longer one; ``issued`` of a row has it alone. On a CPU the Triton kernel does not run
@@ -42,7 +41,6 @@ from axo_kernels.tune.model_shapes import layers
 from axo_kernels.tune.timing import relative_error, sustained
 from axo_kernels.tune.tuner import runner
 
-from . import roofline
 from .lib import arguments, card
 from .lib.accuracy import sum_limit
 from .lib.arguments import Parser
@@ -55,7 +53,6 @@ COLUMNS = {
     "pct_peak": ".1f",
     "clock": ".0f",
     "own_pct": ".1f",
-    "predicted_pct": ".1f",
     "cupy_ratio": ".3f",
     "triton_ratio": ".3f",
     "gluon_ratio": ".3f",
@@ -241,7 +238,6 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         own_pct=share * product.flops / min(own) if share and own else None,
         clock=clock,
         pct_advertised=100 * rate / advertised if advertised else None,
-        predicted_pct=_predicted(product, device),
         cupy_ratio=1 / timings["cupy"].ratio if "cupy" in timings else None,
         triton_ratio=1 / timings["triton"].ratio if "triton" in timings else None,
         gluon_ratio=1 / timings["gluon"].ratio if "gluon" in timings else None,
@@ -322,17 +318,6 @@ def adding_error(call: Callable[[], torch.Tensor], a: torch.Tensor, b: torch.Ten
     rows = torch.linspace(0, a.shape[1] - 1, min(64, a.shape[1]), device=a.device).long()
     call()
     return relative_error(master[rows], a.T[rows].double() @ b.double() + 1)
-
-
-def _predicted(product: Product, device: torch.device) -> float | None:
-    """Percent of the peak that is predicted of the best of the default and Hopper's tiles; None but on an H100 SXM."""
-    name = _name(device) if device.type == "cuda" else ""
-    if "H100" not in name or "PCIe" in name or "NVL" in name or product.dtype == torch.float32:
-        return None
-    known, tiles = roofline.known_counts(), roofline.ways(product)
-    return 100 * max(
-        roofline.predicted(product, kind, config, known).share for kind, config in tiles if kind == "matmul"
-    )
 
 
 def _best_tile(tuner: Tuner, product: Product, grouped: bool) -> Config | None:

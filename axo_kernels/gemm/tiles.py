@@ -459,7 +459,7 @@ def estimate(config: Config, product: Product, target: Target) -> float:
     Losses: the last wave is not full, tiles at the border compute padding, a small tile reads its operands more often
     (intensity, in flops a byte, against 256 flops a byte of shared memory traffic), and pieces of K are written, read
     and added (at 200 flops a byte of memory). Filling the pipeline costs no less where its steps are shorter than 64:
-    there are more of them, each with its barrier. bench.roofline says what share of the peak to expect.
+    there are more of them, each with its barrier. docs/roofline.md says what share of the peak to expect.
     """
     tiles_m = -(-product.m // config.block_m)
     tiles_n = -(-product.n // config.block_n)
