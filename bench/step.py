@@ -81,29 +81,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cpu" and options.precision == "bf16-mixed" and not has_bf16_products():
         table.note("this processor has no bf16 products: they are emulated, many times slower; try --precision 32-true")
     for case in options.cases.split(","):
-        stopped = None
-        try:
-            if rank:
-                rows = measure(case, options, table)
-            elif options.device == "cpu":
-                rows = measure_apart(case, options, table)
-            else:
-                rows = launch_local(measure, ranks_of(case, options), case, options, fork=False)
-        except Stopped as stop:
-            rows, stopped = stop.rows, stop
+        if rank:
+            rows = measure(case, options, table)
+        elif options.device == "cpu":
+            rows = measure_apart(case, options, table)
+        else:
+            rows = launch_local(measure, ranks_of(case, options), case, options, fork=False)
         for row in rows or []:
             table.add(**row)
-        if stopped is not None:
-            raise stopped
     return int(any(not row["right"] for row in table.rows))
-
-
-class Stopped(KeyboardInterrupt):
-    """Ctrl-C, with the rows of what was measured until then."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        super().__init__()
-        self.rows = rows
 
 
 def has_bf16_products() -> bool:
@@ -252,38 +238,23 @@ def ranks_of(case: str, options: argparse.Namespace) -> int:
 def compete(
     case: str, options: argparse.Namespace, players: Sequence[Player | PlayerApart], table: Table | None = None
 ) -> list[dict[str, Any]]:
-    """Give all players their turns; a row each.
-
-    Raises:
-        Stopped: Ctrl-C came; its rows are of the rounds that all had counted then, without memory.
-    """
+    """Give all players their turns; a row each."""
     seconds: dict[str, list[float]] = {each.name: [] for each in players}
     blocked: dict[str, list[float]] = {each.name: [] for each in players}
     losses: dict[str, float] = {}
-    memory: dict[str, float | None] = dict.fromkeys(seconds)
     ranks = ranks_of(case, options)
     peak = (options.peak_tflops or players[-1].rate()) * 1e12 * ranks
-    try:
-        for repeat in range(options.repeats):
-            for step in range(STEPS):
-                latest: dict[str, float] = {}
-                for player in players[:: -1 if step % 2 else 1]:
-                    spent, waited, latest[player.name] = player.turn(step)
-                    if step >= STEPS - COUNTED:
-                        seconds[player.name].append(spent)
-                        blocked[player.name].append(waited)
-                    if table is not None:
-                        done = f"step {repeat * STEPS + step + 1} of {options.repeats * STEPS}"
-                        table.progress(f"{case}: {done}: {player.name}, {1e3 * spent:.0f} ms")
-                losses = latest
-        memory = {each.name: each.memory() for each in players}
-    except KeyboardInterrupt:
-        rounds = min(map(len, seconds.values()))
-        if not rounds:
-            raise
-        for measured in (*seconds.values(), *blocked.values()):
-            del measured[rounds:]
-        raise Stopped(summarize(case, sizes_of(options), ranks, seconds, blocked, losses, memory, peak)) from None
+    for repeat in range(options.repeats):
+        for step in range(STEPS):
+            for player in players[:: -1 if step % 2 else 1]:
+                spent, waited, losses[player.name] = player.turn(step)
+                if step >= STEPS - COUNTED:
+                    seconds[player.name].append(spent)
+                    blocked[player.name].append(waited)
+                if table is not None:
+                    done = f"step {repeat * STEPS + step + 1} of {options.repeats * STEPS}"
+                    table.progress(f"{case}: {done}: {player.name}, {1e3 * spent:.0f} ms")
+    memory = {each.name: each.memory() for each in players}
     return summarize(case, sizes_of(options), ranks, seconds, blocked, losses, memory, peak)
 
 

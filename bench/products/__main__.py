@@ -9,15 +9,12 @@ m*n elements of C, memory in units of (m k + k n + m n) / p. ``predicted`` is th
 it, from the bandwidth of each axis (equation 10), without the products.
 
 With ``--measure`` every algorithm runs on all its grids (its best, if it takes any) in turns; ``--limit`` holds what
-leaves a rank to a rate. ``ms`` is with overlap, ``blocking`` without, ``communication`` and ``products`` are each alone
-(````times.py````). ``hidden`` is the share of what could be hidden by steps that was. ``predicted`` knows
-this machine by three figures, fitted to the rows of the first shape.
+leaves a rank to a rate. ``ms`` is with overlap, ``blocking`` without (``times.py``).
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,30 +33,9 @@ TIMED = {
     "flat": Shape(128, 256, 1024),
     "deep": Shape(256, 1024, 128),
 }
-COLUMNS = {
-    "ranks": "d",
-    "shape": "s",
-    "algorithm": "s",
-    "grid": "s",
-    "calls": "d",
-    "deliveries": "d",
-    "volume": ".2f",
-    "memory": ".2f",
-    "predicted ms": ".3f",
-}
-MEASURED = {
-    "ranks": "d",
-    "shape": "s",
-    "algorithm": "s",
-    "grid": "s",
-    "predicted": ".1f",
-    "ms": ".1f",
-    "blocking": ".1f",
-    "communication": ".1f",
-    "products": ".1f",
-    "hidden": ".2f",
-    "#wrong": "d",
-}
+_CASE = {"ranks": "d", "shape": "s", "algorithm": "s", "grid": "s"}
+COLUMNS = _CASE | {"calls": "d", "deliveries": "d", "volume": ".2f", "memory": ".2f", "predicted ms": ".3f"}
+MEASURED = _CASE | {"ms": ".1f", "blocking": ".1f", "#wrong": "d"}
 
 
 def grids_of(algorithm: Algorithm, ranks: int) -> list[Grid]:
@@ -133,8 +109,7 @@ def measure(options: argparse.Namespace, shapes: dict[str, Shape], header: dict[
     from axo.launch import launch_local
 
     from ..lib.table import Table
-    from ..papers.calibrate import spearman
-    from . import times as clock
+    from .times import Case, Link, times
 
     cases = []
     for shape in shapes.values():
@@ -142,39 +117,15 @@ def measure(options: argparse.Namespace, shapes: dict[str, Shape], header: dict[
             grids = grids_of(algorithm, options.measure)
             if len(grids) > 3:  # it takes any
                 grids = [best for best in [best_grid(algorithm, options.measure, shape)] if best]
-            cases += [clock.Case(name, str(grid), shape) for grid in grids]
-    link = clock.Link(options.ranks_per_host if options.limit else 0, options.limit)
-    seen = launch_local(clock.times, options.measure, cases, link, options.rounds)
-    rate = options.limit or float("inf")
-    fitted = [index for index, case in enumerate(cases) if case.shape == cases[0].shape]
-    model = clock.calibrated([cases[i] for i in fitted], [seen[i]["overlapped"] for i in fitted], rate)
-    predicted = [model.milliseconds(case) for case in cases]
+            cases += [Case(name, str(grid), shape) for grid in grids]
+    link = Link(options.ranks_per_host if options.limit else 0, options.limit)
+    measured = launch_local(times, options.measure, cases, link, options.rounds)
     table = Table(MEASURED, options.json, header | {"limit": options.limit})
-    for case, row, told in zip(cases, seen, predicted, strict=True):
-        table.add(
-            ranks=options.measure,
-            shape="x".join(map(str, case.shape)),
-            algorithm=case.algorithm,
-            grid=case.grid,
-            predicted=told,
-            ms=row["overlapped"],
-            blocking=row["blocking"],
-            communication=row["communication"],
-            products=row["products"],
-            hidden=clock.hidden(case, row),
-            **{"#wrong": row["#wrong"]},
-        )
-    first = "x".join(map(str, cases[0].shape))
-    print(
-        f"predicted, in ms: {model.link:.2f} of the time that the link takes for the busiest rank, {model.call:.2f} a"
-        f" collective, {model.product:.1f} for 1e9 flop; fitted to the {len(fitted)} rows of {first}"
-    )
-    held = [index for index in range(len(cases)) if index not in fitted]
-    if held:
-        rho = spearman([predicted[i] for i in held], [seen[i]["overlapped"] for i in held])
-        off = statistics.median(abs(predicted[i] / seen[i]["overlapped"] - 1) for i in held)
-        print(f"the other {len(held)} rows: rank correlation {rho:.2f}, median error {100 * off:.0f}%")
-    return sum(row["#wrong"] for row in seen)
+    for case, row in zip(cases, measured, strict=True):
+        sizes = "x".join(map(str, case.shape))
+        where = {"ranks": options.measure, "shape": sizes, "algorithm": case.algorithm, "grid": case.grid}
+        table.add(**where, ms=row["overlapped"], blocking=row["blocking"], **{"#wrong": row["#wrong"]})
+    return sum(row["#wrong"] for row in measured)
 
 
 def plot(path: Path, ranks: int) -> None:
