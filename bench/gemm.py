@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -44,7 +43,7 @@ from axo_kernels.tune.tuner import runner
 from .lib import arguments, card
 from .lib.accuracy import sum_limit
 from .lib.arguments import Parser
-from .lib.attempts import attempt, works
+from .lib.attempts import attempt_each, works
 from .lib.table import Table, environment
 
 COLUMNS = {
@@ -137,43 +136,30 @@ def measure(
     each: float | None = None,
     unfinished: str = "",
 ) -> int:
-    """Measure into the table each product that it lacks; says what it skips for lack of memory or time, and what fails.
+    """Measure into the table each product that it lacks; returns how many are left (:func:`attempt_each`).
 
     Args:
         each: Seconds of one product after which it hangs, and the process ends itself; None: never.
         unfinished: What could not be measured this time; such rows are measured again by a run that goes on.
-
-    Returns:
-        How many are left for lack of time, or of a device that works.
     """
     known = {row["product"]: row for row in table.rows}  # the last of each
-    measured = {name for name, row in known.items() if not row.get("unfinished")} | table.failed.keys()
-    products = sorted(products, key=lambda one: one.name in known)  # new ones first
+    measured = {name for name, row in known.items() if not row.get("unfinished")}
     table.rows.clear()
-    products = [product for product in products if product.name not in measured]
-    memory = Cache("a bench keeps its own", devices.versions(), Path(os.devnull))
     tuner = Tuner(
         "first-step",
         configs=configs,
-        cache=memory,
+        cache=Cache("a bench keeps its own", devices.versions(), Path(os.devnull)),
         budget=0.3,
         rounds=9,
         progress=lambda done, total, name: table.begins(name),
     )
-    started, left = time.perf_counter(), 0
-    for index, product in enumerate(products):
-        if time.perf_counter() - started > seconds:
-            left = len(products) - index
-            table.note(f"stopped after {seconds:.0f} s: {left} products not measured")
-            break
+    cases = {}
+    for product in sorted(products, key=lambda one: one.name in known):  # new ones first
         if device.type == "cuda" and 4 * product.bytes > torch.cuda.get_device_properties(device).total_memory:
             table.note(f"{product.name}: does not fit the memory, not measured")
-            continue
-        one = partial(_against_torch, product, device, table, tuner, rounds, unfinished)
-        if not attempt(product.name, one, device, table, each):
-            left = len(products) - index - 1
-            table.note(f"the device stopped working: {left} products not measured")
-            break
+        elif product.name not in measured:
+            cases[product.name] = partial(_against_torch, product, device, table, tuner, rounds, unfinished)
+    left = attempt_each(cases, "products", device, table, seconds, each)
     table.rows[:] = (known | {row["product"]: row for row in table.rows}).values()
     for rival in ("tuned", "triton", "gluon"):
         ratios = [row[f"{rival}_ratio"] for row in table.rows if row.get(f"{rival}_ratio")]

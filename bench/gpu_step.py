@@ -13,8 +13,9 @@
    Beside each, what it allocated at the fullest moment, and what the planner says of such a step.
 4. At the end a profile of one step of Axo's, `step_trace.json.gz`, for chrome://tracing or Perfetto.
 
-Contestants take turns; the time is the median of rounds, by events of the GPU's own clock, with a head start for the
-host, as in a training loop, which waits for nothing. What the host takes to issue a call stands beside it.
+Contestants take turns by one clock, that of the products (``axo_kernels.tune.timing.paired``): the GPU's own, with a
+head start for the host, as in a training loop, which waits for nothing. What the host takes to issue a call stands
+beside it, and the longer of the two is compared.
 
 A step is held to its own bound, in which nothing overlaps: model flops (6 a weight and token, and causal attention at
 half of the square; a third more of the blocks where they are computed anew) at the rate that torch's largest product
@@ -25,7 +26,6 @@ and the casts of autocast are left out of it.
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -37,9 +37,10 @@ import torch.nn.functional as F
 
 import axo
 from axo.grid import Grid
-from axo_kernels.tune.timing import issue_time, once, relative_error, sustained
+from axo_kernels.tune.timing import Timing, once, paired, relative_error, sustained
 
 from . import gemm
+from .lib import verdicts as judge
 from .lib.arguments import Parser
 from .lib.attempts import attempt
 from .lib.step_models import Contestant, Sizes, axo_contestant, serial
@@ -124,17 +125,19 @@ def planned(sizes: Sizes) -> float:
 
 
 def in_turns(
-    contestants: dict[str, Callable[[], Any]], rounds: int, device: torch.device
-) -> dict[str, tuple[float, float]]:
-    """Median seconds of each, in turns, after two rounds that do not count, and what the host takes to issue it."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for run in contestants.values():
-        run()
-    issued = {name: issue_time(run, device) for name, run in contestants.items()}
-    for _ in range(rounds):
-        for name, run in contestants.items():
-            times[name].append(once(run, device, issued[name]))
-    return {name: (statistics.median(found), issued[name]) for name, found in times.items()}
+    case: str,
+    runs: dict[str, Callable[[], Any]],
+    rounds: int,
+    device: torch.device,
+    table: Table,
+    more: Callable[[str, float], dict[str, Any]],
+) -> dict[str, Timing]:
+    """Time contestants beside the first; a row each, with ``more`` of its name and seconds."""
+    timings = dict(zip(runs, paired(list(runs.values()), device, rounds), strict=True))
+    for name, timing in timings.items():
+        times = {"ms": 1e3 * timing.seconds, "host_ms": 1e3 * timing.issued, "ratio": timing.ratio}
+        table.add(case=case, contestant=name, **times, **more(name, timing.seconds))
+    return timings
 
 
 def layers(
@@ -147,18 +150,18 @@ def layers(
         mine = axo.nn.Linear(k, n, False, comms=comms)
         mine.load_serial(plain)
         x = torch.randn(rows, k, device=device, dtype=torch.bfloat16, requires_grad=True)
+        flops = 6.0 * rows * k * n
 
         def run(layer: torch.nn.Module, x: torch.Tensor = x) -> None:
             with torch.autocast(device.type, torch.bfloat16):
                 y = layer(x)
             y.backward(y.detach())
 
-        found = in_turns({"torch": partial(run, plain), "axo": partial(run, mine)}, rounds, device)
-        case = f"Linear {rows}x{k}x{n}"
-        for name, (seconds, host) in found.items():
-            times = {"ms": 1e3 * seconds, "host_ms": 1e3 * host, "ratio": seconds / found["torch"][0]}
-            table.add(case=case, contestant=name, tflops=6e-12 * rows * k * n / seconds, **times)
-        ratios.append(found["axo"][0] / found["torch"][0])
+        def rate(_: str, seconds: float, flops: float = flops) -> dict[str, Any]:
+            return {"tflops": 1e-12 * flops / seconds}
+
+        runs: dict[str, Callable[[], Any]] = {"torch": partial(run, plain), "axo": partial(run, mine)}
+        ratios.append(in_turns(f"Linear {rows}x{k}x{n}", runs, rounds, device, table, rate)["axo"].ratio)
     return ratios
 
 
@@ -179,11 +182,10 @@ def loss(comms: axo.Communicators, shape: tuple[int, int], rounds: int, table: T
         return logits.grad
 
     apart = relative_error(gradient("axo"), gradient("torch").double())
-    found = in_turns({name: partial(gradient, name) for name in losses}, rounds, device)
-    for name, (seconds, host) in found.items():
-        times = {"ms": 1e3 * seconds, "host_ms": 1e3 * host, "ratio": seconds / found["torch"][0]}
-        table.add(case=f"cross-entropy {rows}x{vocab}", contestant=name, loss=float(losses[name]().detach()), **times)
-    return found["axo"][0] / found["torch"][0], apart
+    runs: dict[str, Callable[[], Any]] = {name: partial(gradient, name) for name in losses}
+    value = lambda name, _: {"loss": float(losses[name]().detach())}  # noqa: E731
+    timings = in_turns(f"cross-entropy {rows}x{vocab}", runs, rounds, device, table, value)
+    return timings["axo"].ratio, apart
 
 
 def step(
@@ -211,24 +213,15 @@ def step(
         losses[name] = float(runs[name]())
         runs[name]()  # with all moments there
         peaks[name] = (peak_allocated(device) - before) / 2**30 if device.type == "cuda" else None
-    found = in_turns(runs, rounds, device)
-    state = gemm.working(runs["axo"], found["axo"][0], device)
-    for name, (seconds, host) in found.items():
-        times = {"ms": 1e3 * seconds, "host_ms": 1e3 * host, "ratio": seconds / found["torch"][0]}
-        speed = 1e-12 * step_flops(sizes) / seconds
+    state = gemm.working(runs["axo"], once(runs["axo"], device), device)
+
+    def more(name: str, seconds: float) -> dict[str, Any]:
         memory = {"peak_gib": peaks[name], "planned_gib": planned(sizes) if name == "axo" else None}
-        of_bound = least / seconds
-        table.add(
-            case=case,
-            contestant=name,
-            tflops=speed,
-            loss=losses[name],
-            card=state,
-            of_bound=of_bound,
-            **times,
-            **memory,
-        )
-    return {name: (found[name][0] / found["torch"][0], abs(losses[name] - losses["torch"])) for name in runs}
+        speed = {"tflops": 1e-12 * step_flops(sizes) / seconds, "of_bound": least / seconds}
+        return {"loss": losses[name], "card": state, **speed, **memory}
+
+    timings = in_turns(case, runs, rounds, device, table, more)
+    return {name: (timing.ratio, abs(losses[name] - losses["torch"])) for name, timing in timings.items()}
 
 
 def in_fp8(one: Contestant) -> Contestant:
@@ -322,46 +315,37 @@ def main(arguments: list[str] | None = None) -> int:
         gc.collect()  # a cycle of frames keeps torch's first optimizer, and the memory that the next model needs
         if works and comms.device.type == "cuda":
             torch.cuda.empty_cache()
-    verdicts: dict[str, bool | str] = dict.fromkeys(table.failed.values(), False)
-    name = f"Axo's layers over torch's at worst (goal: at most {SLOWER:g})"
-    verdicts[name if toy or not ratios else f"{name}: {max(ratios):.3f}"] = (
-        "not measured" if toy or not ratios else max(ratios) <= SLOWER
-    )
+    verdicts: judge.Verdicts = dict.fromkeys(table.failed.values(), False)
+    worst = None if toy else max(ratios, default=None)
+    verdicts |= judge.line("Axo's layers over torch's at worst", worst, SLOWER, at_most=True)
     for ratio, apart in of_loss:
-        name = f"cross-entropy, gradients apart (at most {GRADIENTS_APART:g}): {apart:.1e}"
-        verdicts[name] = apart <= GRADIENTS_APART
-        name = "cross-entropy over torch's (goal: at most 1)"
-        verdicts[name if toy else f"{name}: {ratio:.3f}"] = "not measured" if toy else ratio <= 1
+        verdicts |= judge.line("cross-entropy, gradients apart", apart, GRADIENTS_APART, at_most=True, form=".1e")
+        verdicts |= judge.line("cross-entropy over torch's", None if toy else ratio, 1.0, at_most=True)
     for case, contestants in found.items():
         for contestant, (ratio, apart) in contestants.items():
             if contestant == "torch":
                 continue
-            limit = FP8_APART if contestant.endswith("fp8") else LOSSES_APART
-            verdicts[f"{case}, losses of {contestant} apart (at most {limit:g}): {apart:.1e}"] = apart <= limit
-            goal = 1.0 if contestant.endswith("fp8") else SLOWER
-            name = f"{case}, the step of {contestant} over torch's (goal: at most {goal:g})"
-            verdicts[name if toy else f"{name}: {ratio:.3f}"] = "not measured" if toy else ratio <= goal
+            limit, goal = (FP8_APART, 1.0) if contestant.endswith("fp8") else (LOSSES_APART, SLOWER)
+            verdicts |= judge.line(f"{case}, losses of {contestant} apart", apart, limit, at_most=True, form=".1e")
+            name = f"{case}, the step of {contestant} over torch's"
+            verdicts |= judge.line(name, None if toy else ratio, goal, at_most=True)
         verdicts |= judged(case, [] if toy else [row for row in table.rows if row["case"] == case])
     return table.judge(verdicts)
 
 
-def judged(case: str, rows: list[dict[str, Any]]) -> dict[str, bool | str]:
+def judged(case: str, rows: list[dict[str, Any]]) -> judge.Verdicts:
     """Whether Axo's step is near its own bound, and takes the memory that the planner says."""
     mine = {row["contestant"]: row for row in rows}
-    name = f"{case}, the bound over Axo's step (goal: at least {OF_BOUND:g})"
+    one, rival = mine.get("axo", {}), mine.get("torch", {})
+    beside = f", torch's {rival['of_bound']:.3f}" if rival else ""
+    if clock := one.get("card", {}).get("sm_mhz"):
+        beside += f", at {clock:.0f} MHz"
+    verdicts = judge.line(f"{case}, the bound over Axo's step", one.get("of_bound"), OF_BOUND, beside=beside)
     memory = f"{case}, memory of Axo's step over the planner's (goal: {PLANNED[0]:g} to {PLANNED[1]:g})"
-    if "axo" not in mine:
-        return {name: "not measured", memory: "not measured"}
-    one, rival = mine["axo"], mine["torch"]
-    clock = f", at {one['card']['sm_mhz']:.0f} MHz" if one.get("card", {}).get("sm_mhz") else ""
-    share = one["of_bound"]
-    found: dict[str, bool | str] = {
-        f"{name}: {share:.3f}, torch's {rival['of_bound']:.3f}{clock}": share >= OF_BOUND,
-    }
     if one.get("peak_gib") is None:
-        return found | {memory: "not measured"}
+        return verdicts | {memory: "not measured"}
     told = f"{memory}: {one['peak_gib']:.2f} of {one['planned_gib']:.2f} GiB"
-    return found | {told: PLANNED[0] <= one["peak_gib"] / one["planned_gib"] <= PLANNED[1]}
+    return verdicts | {told: PLANNED[0] <= one["peak_gib"] / one["planned_gib"] <= PLANNED[1]}
 
 
 if __name__ == "__main__":

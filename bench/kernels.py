@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -54,7 +53,7 @@ from . import gemm, overlap
 from .lib import compiled, fp8
 from .lib import verdicts as judge
 from .lib.arguments import Parser
-from .lib.attempts import bounded, case, end, end_with_parent, works
+from .lib.attempts import bounded, case, end_with_parent, works
 from .lib.launches import TRIAL_SIZES, launches
 from .lib.numerics import numerics
 from .lib.simulated import SimulatedCommunicator
@@ -173,41 +172,43 @@ def main(arguments: list[str] | None = None) -> int:
     shown = [row for row in latest if any(config.name in row["check"] for config in HOPPER)]
     verdicts[name] = all(row["error"] < row["limit"] for row in shown) if tried_whole and shown else "not measured"
 
-    def measure(name: str, table: Table, call: Callable[[], int]) -> None:
+    tables = [table]
+
+    def timed(
+        name: str, bench: str, columns: dict[str, str], mark: str, kept: float, call: Callable[[Table, float], int]
+    ) -> list[dict[str, Any]]:
+        """Time what one bench lacks in what is left but ``kept`` seconds; its rows, which have ``mark`` in them."""
+        rest = options.seconds - (time.perf_counter() - started)
+        mine = Table(columns, path, {"bench": bench}, [*failed, *(row for row in earlier if mark in row)])
+        tables.append(mine)
         counts: list[int] = []
-        if not section(name, lambda: counts.append(call()), device, table, verdicts):
+        timing = partial(call, mine, max(0.4 * rest, rest - kept))
+        if not section(name, lambda: counts.append(timing()), device, table, verdicts):
             left.append(name)
         elif counts[0]:
             left.append(f"{counts[0]} of {name}")
+        return mine.rows
 
-    spent = time.perf_counter() - started
-    speed = Table(gemm.COLUMNS, path, {"bench": "gemm"}, [*failed, *(row for row in earlier if "tuned_ratio" in row)])
-    rest = options.seconds - spent
     # products take all that there is, and what comes behind them has goals too
-    share = max(0.4 * rest, rest - OVERLAP_SECONDS - FP8_SECONDS)
-    timed = partial(gemm.measure, products, device, speed, 7, TRIED, share, CASE_SECONDS, unfinished)
-    measure("gemm", speed, timed)
-    verdicts |= judge.speed(speed.rows, gpt_shapes(), devices.target_of(device).units)
-
-    spent = time.perf_counter() - started
-    narrow = Table(fp8.COLUMNS, path, {"bench": "fp8"}, [*failed, *(row for row in earlier if "scaling" in row)])
+    rows = timed("gemm", "gemm", gemm.COLUMNS, "tuned_ratio", OVERLAP_SECONDS + FP8_SECONDS, lambda mine, seconds: (
+        gemm.measure(products, device, mine, 7, TRIED, seconds, CASE_SECONDS, unfinished)
+    ))  # fmt: skip
+    verdicts |= judge.speed(rows, gpt_shapes(), devices.target_of(device).units)
     fp8_shapes = [(64, 48, 32)] if options.dry else list(fp8.SHAPES[: 1 if options.smoke else None])
-    rest = options.seconds - spent
-    share = max(0.4 * rest, rest - OVERLAP_SECONDS)
-    measure("fp8's times", narrow, partial(fp8.measure, fp8_shapes, device, narrow, 7, share, CASE_SECONDS))
-    verdicts |= judge.fp8([] if options.dry else narrow.rows, SCALINGS)
-
-    spent = time.perf_counter() - started
-    cases = (row for row in earlier if "asked_share" in row)
-    hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"}, [*failed, *cases])
+    rows = timed("fp8's times", "fp8", fp8.COLUMNS, "scaling", OVERLAP_SECONDS, lambda mine, seconds: (
+        fp8.measure(fp8_shapes, device, mine, 7, seconds, CASE_SECONDS)
+    ))  # fmt: skip
+    verdicts |= judge.fp8([] if options.dry else rows, SCALINGS)
     widths = [(32, 32, 32)] if options.dry else [(1024, 1024, 1024)] if options.smoke else OVERLAP_SHAPES
-    asked = argparse.Namespace(size=4, rounds=3 if toy else 9, seconds=options.seconds - spent)
+    shares, counts = [0.4] if options.smoke else [0.2, 0.4, 0.8], [2, 4] if options.dry else [4, 8]
     dtype = torch.float32 if options.dry else torch.bfloat16
-    counts = [2, 4] if options.dry else [4, 8]
-    shares = [0.4] if options.smoke else [0.2, 0.4, 0.8]
-    timed = partial(overlap.measure, widths, shares, counts, dtype, device, hidden, asked, each=CASE_SECONDS)
-    measure("overlap", hidden, timed)
-    verdicts |= judge.overlap([] if options.dry else hidden.rows, overlap.OPERATIONS, OVERLAP_SHAPES)
+
+    def hides(mine: Table, seconds: float) -> int:
+        asked = argparse.Namespace(size=4, rounds=3 if toy else 9, seconds=seconds)
+        return overlap.measure(widths, shares, counts, dtype, device, mine, asked, each=CASE_SECONDS)
+
+    rows = timed("overlap", "overlap", overlap.COLUMNS, "asked_share", 0.0, hides)
+    verdicts |= judge.overlap([] if options.dry else rows, overlap.OPERATIONS, OVERLAP_SHAPES)
     for name, call in late.items():
         if options.seconds - (time.perf_counter() - started) > LATE_SECONDS:
             check(name, call)
@@ -216,13 +217,13 @@ def main(arguments: list[str] | None = None) -> int:
     latest = {row["check"]: row for row in table.rows}.values()
     wrong = left or any(what.split(": ")[0] in sections | late for what in table.failed)
     verdicts["all results right"] = not wrong and all(row["error"] < row["limit"] for row in latest)
-    verdicts |= {told: False for one in (table, speed, narrow, hidden) for told in one.failed.values()}
+    verdicts |= {told: False for one in tables for told in one.failed.values()}
     verdicts["seconds"] = f"{time.perf_counter() - started:.0f}"
     if options.dry:
         verdicts["dry run"] = "on a CPU: times mean nothing"
     if left:
-        hidden.note(f"left out: {', '.join(left)}; the same command goes on", **{LEFT_OUT: left})
-    return hidden.judge(verdicts)
+        table.note(f"left out: {', '.join(left)}; the same command goes on", **{LEFT_OUT: left})
+    return table.judge(verdicts)
 
 
 def section(
@@ -269,16 +270,15 @@ def _trial(layout: str, without: Iterable[str], smoke: bool = False) -> Trial:
 def compile_ahead(jobs: int, seconds: float, sections: Iterable[str]) -> None:
     """Fill Triton's cache with what these sections launch, from several processes; one that fails or is late only
     leaves compiling to the sections."""
-    named = ",".join(sections)
-    workers = [subprocess.Popen(_command("--compile", f"{part}/{jobs}", "--of", named)) for part in range(jobs)]
-    deadline = time.perf_counter() + seconds
+    named, until = ",".join(sections), time.perf_counter() + seconds
+    workers = [Trial(_command("--compile", f"{part}/{jobs}", "--of", named), rows=False) for part in range(jobs)]
     for part, worker in enumerate(workers):
         try:
-            if code := worker.wait(timeout=max(0.1, deadline - time.perf_counter())):
-                print(f"compiling, part {part}: ended with {code}", flush=True)
-        except subprocess.TimeoutExpired:
-            print(f"compiling, part {part}: not ready after {seconds:.0f} s", flush=True)
-            end(worker)
+            became = worker.wait(until)
+        except OutOfTimeError:
+            became = f"not ready after {seconds:.0f} s"
+        if became:
+            print(f"compiling, part {part}: {became}", flush=True)
 
 
 def compile_part(device: torch.device, part: int, parts: int, sections: Iterable[str]) -> None:

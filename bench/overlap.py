@@ -16,8 +16,8 @@ no launch of the host is in any of them (one GPU, simulated; ``-`` elsewhere).
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -35,7 +35,7 @@ from axo_kernels.tune.timing import paired, relative_error
 
 from .lib import arguments
 from .lib.arguments import Parser
-from .lib.attempts import attempt
+from .lib.attempts import attempt_each
 from .lib.simulated import SimulatedCommunicator
 from .lib.table import Table, environment
 
@@ -145,36 +145,19 @@ def measure(
 ) -> int:
     """Measure every operation and share that the table lacks, by every strategy and chunk count.
 
-    Without other ranks, which would wait for ever, a case that fails leaves the rest their turn. One that takes longer
-    than ``each`` seconds hangs, and the process ends itself.
-
     Returns:
         How many are left when ``options.seconds`` have passed, or the device has stopped working.
     """
-    started = time.perf_counter()
     measured = {(row["operation"], row["shape"].split()[1], row["asked_share"]) for row in table.rows}
-    cases = [
-        (operation, shape, share)
-        for shape in shapes
-        for operation in OPERATIONS
-        for share in shares
-        if (operation, "x".join(map(str, shape)), share) not in measured
-        and _name(operation, shape, share) not in table.failed
-    ]
     captured = ["split", "signal"]  # strategies that graphs may hold
-    for index, (operation, shape, share) in enumerate(cases):
-        if time.perf_counter() - started > options.seconds:
-            left = len(cases) - index
-            table.note(f"stopped after {options.seconds:.0f} s: {left} cases from {operation} {shape} {share} on")
-            return left
-        case = partial(_case, operation, shape, share, counts, dtype, device, table, options, comm, captured)
-        if comm is not None:
-            case()
-        elif not attempt(_name(operation, shape, share), case, device, table, each):
-            left = len(cases) - index - 1
-            table.note(f"the device stopped working: {left} cases not measured")
-            return left
-    return 0
+    cases = {
+        _name(operation, shape, share): partial(
+            _case, operation, shape, share, counts, dtype, device, table, options, comm, captured
+        )
+        for shape, operation, share in itertools.product(shapes, OPERATIONS, shares)
+        if (operation, "x".join(map(str, shape)), share) not in measured
+    }
+    return attempt_each(cases, "cases", device, table, options.seconds, each, together=comm is not None)
 
 
 def _name(operation: str, shape: tuple[int, int, int], share: float) -> str:

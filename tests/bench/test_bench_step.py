@@ -138,7 +138,7 @@ def test_a_step_is_held_to_its_own_bound_and_to_the_planner():
         {"contestant": "axo", "of_bound": 0.69, "card": card, "peak_gib": 11.9, "planned_gib": 12.4},
     ]
     assert gpu_step.judged("gpt", rows) == {
-        "gpt, the bound over Axo's step (goal: at least 0.7): 0.690, torch's 0.710, at 1755 MHz": False,
+        "gpt, the bound over Axo's step: 0.690, torch's 0.710, at 1755 MHz (goal: at least 0.7)": False,
         "gpt, memory of Axo's step over the planner's (goal: 0.8 to 1): 11.90 of 12.40 GiB": True,
     }
     assert set(gpu_step.judged("gpt", []).values()) == {"not measured"}
