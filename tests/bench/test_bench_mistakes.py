@@ -31,10 +31,6 @@ MISTAKES = {
     "pipeline": ("--ranks 1", "--ranks 1: wanted numbers of at least 2, such as 2,4"),
     "plan_validation": ("--plans 7", "grid '7' is not of the form XxYxZxDATA"),
     "products": ("--shapes 4x4", "--shapes 4x4 is not of the form MxKxN,MxKxN"),
-    "scaling": (
-        "--mode=strong --grids=1x1x2x1 --tokens=48 --seq-len=16",
-        "--tokens 48 is not a multiple of --seq-len 16",
-    ),
     "soak": ("nope", "nope: not one of core, kills, memory"),
     "step": ("--cases nope", "--cases: nope: choose from serial, z, x, data, pipeline"),
 }
