@@ -12,7 +12,6 @@ Times are of the slowest rank, medians over rounds, the first round left out.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ import axo
 from axo.comm.hosts import simulate
 from axo.matmul.algorithm import Shape
 
+from ..lib.clock import slowest
 from . import algorithms
 
 
@@ -111,11 +111,12 @@ class _Prepared:
         """Both passes, both ways: seconds of the slowest rank, and wrong elements over all of them."""
         world, (a, b, grad) = self.comms.world, self.parts
         for name, view in self.views.items():
-            world.barrier()
-            start = time.perf_counter()
-            c = self.algorithm.forward(view, a, b, self.shape)
-            results = [c, *self.algorithm.backward(view, a, b, grad, self.shape)]
-            spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            results: list[torch.Tensor] = []
+
+            def both(view: Any = view, results: list[torch.Tensor] = results) -> None:
+                results.append(self.algorithm.forward(view, a, b, self.shape))
+                results.extend(self.algorithm.backward(view, a, b, grad, self.shape))
+
+            self.seconds[name].append(slowest(world, both))
             bad = sum(int((got != want).sum()) for got, want in zip(results, self.expected, strict=True))
-            self.seconds[name].append(world.all_reduce(spent, "max").item())
             self.wrong += int(world.all_reduce(torch.tensor([bad])).item())
