@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from axo_kernels.comm.communicator import CommunicatorProtocol
+from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.device import interpreted, runs_triton
 from axo_kernels.fused.strategies import Way, gathered, split_gather
 from axo_kernels.gemm.layout import as_row_major, product_of
@@ -223,7 +223,7 @@ class _MatmulFp8(torch.autograd.Function):
 
 
 def run_all_gather_fp8(
-    a: torch.Tensor, shard: torch.Tensor, comm: CommunicatorProtocol, way: Way
+    a: torch.Tensor, shard: torch.Tensor, comm: FusedCommunicator, way: Way
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``A W^T`` and the packed W, whose rows are rounded, then gathered; without autograd.
 
@@ -253,7 +253,7 @@ def run_all_gather_fp8(
 
 
 def all_gather_matmul_fp8(
-    a: torch.Tensor, shard: torch.Tensor, comm: CommunicatorProtocol, *, strategy: str = "serial", chunks: int = 4
+    a: torch.Tensor, shard: torch.Tensor, comm: FusedCommunicator, *, strategy: str = "serial", chunks: int = 4
 ) -> torch.Tensor:
     """``A W^T`` with W's rows gathered in fp8: half of bf16's bytes, and ``SCALE_BYTES`` more a row.
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from axo_kernels.comm.communicator import CommunicatorProtocol, FusedCommunicator
+from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.fused.strategies import Way, gathered, gathers, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import autocast, check_layout
 from axo_kernels.gemm.matmul import BACKWARD, matmul
@@ -27,11 +27,11 @@ from axo_kernels.gemm.matmul import BACKWARD, matmul
 def matmul_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: CommunicatorProtocol,
+    comm: FusedCommunicator,
     layout: str = "NT",
     bias: torch.Tensor | None = None,
     *,
-    grad_comm: CommunicatorProtocol | None = None,
+    grad_comm: FusedCommunicator | None = None,
     strategy: str = "serial",
     chunks: int = 4,
 ) -> torch.Tensor:
@@ -56,7 +56,7 @@ def matmul_all_reduce(
 def all_gather_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: CommunicatorProtocol,
+    comm: FusedCommunicator,
     layout: str = "NT",
     bias: torch.Tensor | None = None,
     *,
@@ -90,7 +90,7 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: CommunicatorProtocol,
+    comm: FusedCommunicator,
     layout: str = "NT",
     *,
     strategy: str = "serial",
@@ -121,7 +121,7 @@ def _operands(
     operation: str,
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: CommunicatorProtocol,
+    comm: FusedCommunicator,
     layout: str,
     bias: torch.Tensor | None = None,
     gathered: bool = False,
@@ -145,9 +145,8 @@ def _operands(
     return a.flatten(0, -2), b, a.shape[:-1]
 
 
-def _check(comm: CommunicatorProtocol, operation: str, name: str = "comm") -> None:
-    # our own first: asking a protocol takes microseconds
-    if not (isinstance(comm, FusedCommunicator) or isinstance(comm, CommunicatorProtocol)):
+def _check(comm: FusedCommunicator, operation: str, name: str = "comm") -> None:
+    if not isinstance(comm, FusedCommunicator):
         raise ValueError(
             f"{operation}: {name} is a {type(comm).__name__}; wrap it once with axo_kernels.adapt(...) and keep the "
             f"result, which holds workspaces and records"

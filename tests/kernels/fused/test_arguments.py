@@ -12,64 +12,6 @@ from axo_kernels.comm.host_stream import DONE
 from tests.kernels.fused.test_strategies import STRATEGIES, close, draw, leaf
 
 
-def own_communicator():
-    """What somebody else might write: none of our classes, only what the protocol names."""
-    from collections import deque
-
-    from axo_kernels.comm.host_stream import HostStream
-    from axo_kernels.fused.workspace import Workspaces
-
-    class Own:
-        rank, size, timeout, spins, reserved_units = 0, 1, 30.0, 1000, 0
-
-        def __init__(self):
-            self.ran, self.workspaces, self.stream = deque(), Workspaces(), HostStream("own")
-
-        def all_reduce(self, tensor):
-            return self.stream.submit(lambda: None)
-
-        def all_gather(self, out, tensor):
-            return self.stream.submit(lambda: out.copy_(tensor))
-
-        reduce_scatter = all_gather
-
-        def wait_flag(self, workspace, number):
-            self.stream.submit(lambda: workspace.wait_on_host(number, self.timeout, self.rank))
-
-        def write_flag(self, workspace, number):
-            self.stream.submit(lambda: workspace.write_on_host(number))
-
-        def fork(self, device):
-            pass
-
-        def join(self):
-            self.stream.join()
-
-        def abandon(self):
-            self.stream.stop()
-
-        def poll(self):
-            pass
-
-    return Own()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_any_object_with_the_protocol_serves(strategy):
-    from axo_kernels import CommunicatorProtocol, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-
-    comm = own_communicator()
-    assert isinstance(comm, CommunicatorProtocol)
-    x, w, g = draw(5, (12, 8), (6, 8), (12, 6))
-    for operation in (all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter):
-        a, b = leaf(x), leaf(w)
-        out = operation(a, b, comm, strategy=strategy, chunks=3)
-        assert (comm.ran[-1].operation, comm.ran[-1].strategy) == (operation.__name__, strategy)
-        out.backward(g)
-        for got, expected in ((out.detach(), x @ w.T), (a.grad, g @ w), (b.grad, g.T @ x)):
-            close(got, expected.double())
-
-
 def check_half_precision():
     """Whole numbers, whose sums each dtype holds: forward and gradients equal to the last bit, in any strategy."""
     from axo_kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
