@@ -172,10 +172,12 @@ def measure(
         seconds = time_calls(timed, comm, count * dtype.itemsize, rounds)
         copied = seconds.pop("copy", None)
         for rival, times in seconds.items():
-            row = row_of(op, rival, comm.size, dtype_name, size, count * dtype.itemsize, count, times)
-            row["wrong"] = wrong[rival]
+            median, moved = statistics.median(times), count * dtype.itemsize
+            row = {"op": op, "rival": rival, "ranks": comm.size, "dtype": dtype_name, "case": size, "size": moved}
+            row |= {"count": count, "time_us": median * 1e6, "least_us": min(times) * 1e6, "wrong": wrong[rival]}
+            row |= {"algbw": moved / median / 1e9, "busbw": moved / median / 1e9 * BUS_FACTOR[op](comm.size)}
             for other in {"gloo", "mpi"} & set(seconds):
-                row[f"times_{other}"] = statistics.median(seconds[other]) / statistics.median(times)
+                row[f"times_{other}"] = statistics.median(seconds[other]) / median
             row["of_floor"] = None
             if copied is not None:
                 row["copy_gbs"] = copy.traffic(comm.size, copied)
@@ -186,26 +188,6 @@ def measure(
                 table.add(**row)
     comms.close()
     return rows, traffic
-
-
-def row_of(
-    op: str, rival: str, ranks: int, dtype: str, case: int, size: int, count: int, times: list[float]
-) -> dict[str, Any]:
-    seconds = statistics.median(times)
-    algbw = size / seconds / 1e9
-    return {
-        "op": op,
-        "rival": rival,
-        "ranks": ranks,
-        "dtype": dtype,
-        "case": case,
-        "size": size,
-        "count": count,
-        "time_us": seconds * 1e6,
-        "least_us": min(times) * 1e6,
-        "algbw": algbw,
-        "busbw": algbw * BUS_FACTOR[op](ranks),
-    }
 
 
 def time_calls(calls: dict[str, Any], comm: Any, size: int, rounds: int) -> dict[str, list[float]]:

@@ -216,6 +216,7 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     advertised, clock = peak_of(device), card_state.get("sm_mhz")
     peak = peak_at(device, clock)
     share = 100 / peak if peak and product.dtype != torch.float32 else None
+    ratios = {"tuned_ratio": own_ratio} | {f"{name}_ratio": 1 / timing.ratio for name, timing in timings.items()}
     own = [timings[name].seconds for name in ("triton", "gluon") if name in timings]
     table.add(
         product=product.name,
@@ -224,11 +225,8 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         own_pct=share * product.flops / min(own) if share and own else None,
         clock=clock,
         pct_advertised=100 * rate / advertised if advertised else None,
-        cupy_ratio=1 / timings["cupy"].ratio if "cupy" in timings else None,
-        triton_ratio=1 / timings["triton"].ratio if "triton" in timings else None,
-        gluon_ratio=1 / timings["gluon"].ratio if "gluon" in timings else None,
+        **ratios,
         accumulate_ratio=added,
-        tuned_ratio=1 / timings["tuned"].ratio if "tuned" in timings else own_ratio,
         error=max(errors.values()),
         chosen=choice.name,
         right=all(error < limits[name] for name, error in errors.items() if name != "torch"),

@@ -98,14 +98,17 @@ def bound(sizes: Sizes, flops: float, bandwidth: float) -> float:
     return (step_flops(sizes) + again) / flops + ADAMW_BYTES * parameters(sizes) / bandwidth
 
 
-def rates(device: torch.device, toy: bool) -> tuple[float, float]:
-    """FLOP/s of torch's bf16 product and bytes/s (read and written) of a copy, many back to back."""
+def rates(device: torch.device, toy: bool, table: Table) -> tuple[float, float]:
+    """FLOP/s of torch's bf16 product and bytes/s (read and written) of a copy, many back to back; a note of both."""
     n, size = (256, 1 << 16) if toy else (8192, 1 << 30)
     a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     product, copy = sustained([lambda: a @ b, lambda: target.copy_(source)], device, 3, 0.1)
-    return 2.0 * n**3 / product.seconds, 2.0 * size / copy.seconds
+    flops, bandwidth = 2.0 * n**3 / product.seconds, 2.0 * size / copy.seconds
+    told = f"torch's product: {flops / 1e12:.1f} TFLOP/s; a copy: {bandwidth / 1e9:.1f} GB/s"
+    table.note(told, flops=flops, bandwidth=bandwidth)
+    return flops, bandwidth
 
 
 def planned(sizes: Sizes) -> float:
@@ -284,45 +287,39 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.out / "gpu_step.jsonl"
     path.unlink(missing_ok=True)
     table = Table(COLUMNS, path, header, earlier=())  # nothing earlier; but what is under way stands in the file
-    ratios: list[float] = []
-    of_loss: list[tuple[float, float]] = []
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    toy, speeds = options.walk or options.smoke, [1.0, 1.0]
+    toy = options.walk or options.smoke
+    cases, results = TOY_STEPS if toy else STEPS, dict[str, Any]()
 
-    def measure_layers() -> None:
-        ratios.extend(layers(comms, TOY_LAYERS if toy else LAYERS, options.rounds, table))
+    def measure_step(case: str) -> dict[str, tuple[float, float]]:
+        least = bound(cases[case], *results.get("rates", (1.0, 1.0)))
+        return step(comms, case, cases[case], options.rounds, table, least)
 
-    def measure_loss() -> None:
-        of_loss.append(loss(comms, TOY_LOGITS if toy else LOGITS, options.rounds, table))
+    def measure(what: str, call: Callable[[], Any]) -> None:
+        results[what] = call()
 
-    def measure_step(case: str, sizes: Sizes) -> None:
-        found[case] = step(comms, case, sizes, options.rounds, table, bound(sizes, *speeds))
-
-    def measure_rates() -> None:
-        speeds[:] = rates(comms.device, toy)
-        told = f"torch's product: {speeds[0] / 1e12:.1f} TFLOP/s; a copy: {speeds[1] / 1e9:.1f} GB/s"
-        table.note(told, flops=speeds[0], bandwidth=speeds[1])
-
-    works = attempt("layers", measure_layers, comms.device, table)
-    cases = TOY_STEPS if toy else STEPS
-    calls: dict[str, Callable[[], None]] = {"rates": measure_rates, "loss": measure_loss}
-    calls |= {case: partial(measure_step, case, sizes) for case, sizes in cases.items()}
-    # last, since a profiler may fail where nothing else does
-    trace = options.out / "step_trace.json.gz"
-    calls["a profile"] = partial(profile, comms, next(iter(cases.values())), trace)
+    calls: dict[str, Callable[[], Any]] = {
+        "layers": partial(layers, comms, TOY_LAYERS if toy else LAYERS, options.rounds, table),
+        "rates": partial(rates, comms.device, toy, table),
+        "loss": partial(loss, comms, TOY_LOGITS if toy else LOGITS, options.rounds, table),
+        **{case: partial(measure_step, case) for case in cases},
+        # last, since a profiler may fail where nothing else does
+        "a profile": partial(profile, comms, next(iter(cases.values())), options.out / "step_trace.json.gz"),
+    }
+    works = True
     for what, call in calls.items():
-        works = works and attempt(what, call, comms.device, table)
+        works = works and attempt(what, partial(measure, what, call), comms.device, table)
         gc.collect()  # a cycle of frames keeps torch's first optimizer, and the memory that the next model needs
         if works and comms.device.type == "cuda":
             torch.cuda.empty_cache()
     verdicts: judge.Verdicts = dict.fromkeys(table.failed.values(), False)
-    worst = None if toy else max(ratios, default=None)
+    worst = None if toy else max(results.get("layers", ()), default=None)
     verdicts |= judge.line("Axo's layers over torch's at worst", worst, SLOWER, at_most=True)
-    for ratio, apart in of_loss:
+    if "loss" in results:
+        ratio, apart = results["loss"]
         verdicts |= judge.line("cross-entropy, gradients apart", apart, GRADIENTS_APART, at_most=True, form=".1e")
         verdicts |= judge.line("cross-entropy over torch's", None if toy else ratio, 1.0, at_most=True)
-    for case, contestants in found.items():
-        for contestant, (ratio, apart) in contestants.items():
+    for case in (case for case in cases if case in results):
+        for contestant, (ratio, apart) in results[case].items():
             if contestant == "torch":
                 continue
             limit, goal = (FP8_APART, 1.0) if contestant.endswith("fp8") else (LOSSES_APART, SLOWER)

@@ -62,8 +62,6 @@ from .lib.trials import OutOfTimeError, Trial
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
 HOPPER_SECTION = "the kernel for Hopper"
-# What is compiled ahead (lib/launches.py), and the sections that launch it; "gemm" is the products.
-COMPILED = {"numerics": {"numerics"}, "fused": {"strategies", "rounds", "graphs", "silence"}, "fp8": {"fp8"}}
 SECTION_SECONDS, CASE_SECONDS = 100.0, 60.0  # of a section, and of a product or a case, that does not hang
 OVERLAP_SECONDS, FP8_SECONDS = 40.0, 15.0  # kept for them before the products begin
 SMOKE_SIZES = 2  # of TRIAL_SIZES: without borders and with short sums
@@ -81,7 +79,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="all of it at toy sizes on the GPU")
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1), help="compiling processes")
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)  # N/M: compile the N-th of M parts, and end
-    parser.add_argument("--of", default="", help=argparse.SUPPRESS)  # sections whose kernels are compiled
     parser.add_argument("--grouped", default="", help=argparse.SUPPRESS)  # a layout: try the kernel for Hopper, and end
     parser.add_argument("--without", default="", help=argparse.SUPPRESS)  # its tiles that are not tried, by name
     parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)  # on a machine that has compiled all
@@ -93,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
         end_with_parent()
     if options.compile:
         part, parts = (int(number) for number in options.compile.split("/"))
-        compile_part(device, part, parts, options.of.split(","))
+        compile_part(device, part, parts)
         return 0
     if options.grouped:
         try:
@@ -115,16 +112,14 @@ def main(arguments: list[str] | None = None) -> int:
     toy = options.dry or options.smoke
     products = shapes(options.dry, options.smoke)
     measured = {row["product"] for row in earlier if "tuned_ratio" in row and not row.get("unfinished")}
-    waiting = {what for what, parts in COMPILED.items() if not parts <= ended}
-    if any(product.name not in measured for product in products):
-        waiting.add("gemm")
+    waiting = any(product.name not in measured for product in products)
     if not options.dry:
         # they fill the cache as well, which is gone with the machine that a run before was on
-        if tiles.HOPPER and (HOPPER_SECTION not in ended or ("gemm" in waiting and not options.again)):
+        if tiles.HOPPER and (HOPPER_SECTION not in ended or (waiting and not options.again)):
             trials = {layout: _trial(layout, _left_out(), options.smoke) for layout in LAYOUTS}
-        if waiting and not (options.again or options.smoke):
+        if not (options.again or options.smoke):
             jobs = options.jobs if not compiled.brought_along() else min(2, options.jobs)  # where there is little to do
-            compile_ahead(jobs, 0.25 * options.seconds, sorted(waiting))
+            compile_ahead(jobs, 0.25 * options.seconds)
             print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
     print(json.dumps(known))
     failed = [row for row in earlier if "failed" in row]
@@ -267,11 +262,11 @@ def _trial(layout: str, without: Iterable[str], smoke: bool = False) -> Trial:
     return Trial(_command("--grouped", layout, "--without", ",".join(without), *shorter))
 
 
-def compile_ahead(jobs: int, seconds: float, sections: Iterable[str]) -> None:
-    """Fill Triton's cache with what these sections launch, from several processes; one that fails or is late only
-    leaves compiling to the sections."""
-    named, until = ",".join(sections), time.perf_counter() + seconds
-    workers = [Trial(_command("--compile", f"{part}/{jobs}", "--of", named), rows=False) for part in range(jobs)]
+def compile_ahead(jobs: int, seconds: float) -> None:
+    """Fill Triton's cache with what the sections launch (lib/launches.py), from several processes; one that fails or is
+    late only leaves compiling to the sections."""
+    until = time.perf_counter() + seconds
+    workers = [Trial(_command("--compile", f"{part}/{jobs}"), rows=False) for part in range(jobs)]
     for part, worker in enumerate(workers):
         try:
             became = worker.wait(until)
@@ -281,9 +276,9 @@ def compile_ahead(jobs: int, seconds: float, sections: Iterable[str]) -> None:
             print(f"compiling, part {part}: {became}", flush=True)
 
 
-def compile_part(device: torch.device, part: int, parts: int, sections: Iterable[str]) -> None:
-    """Launch every ``parts``-th of what these sections launch, once, the longest compilations first."""
-    every = [one for one in launches(device, shapes(False), fp16=False) if one.section in sections]
+def compile_part(device: torch.device, part: int, parts: int) -> None:
+    """Launch every ``parts``-th of what the sections launch, once, the longest compilations first."""
+    every = launches(device, shapes(False), fp16=False)
     for one in sorted(every, key=lambda one: -one.weight)[part::parts]:
         try:
             one.call()
@@ -316,19 +311,15 @@ def tried(trials: dict[str, Trial], until: float, table: Table, smoke: bool = Fa
     try:
         for layout in trials:
             while what := _became_of(trials[layout], layout, until, table):
-                rows, last = trials[layout].said()
-                _add(rows, table)
-                told = f"{layout} {what}" + (f", in {last['begins']}" if last else "")
-                told += "".join(f"\n{row['trace']}" for row in rows if "trace" in row)
-                error = (RuntimeError if what.startswith("ended") else TimeoutError)(told)
-                if not last:
+                became, tile, traces = what
+                error = (RuntimeError if became.startswith("ended") else TimeoutError)(f"{layout} {became}{traces}")
+                if tile is None:
                     raise error
-                tiles.HOPPER = tuple(config for config in tiles.HOPPER if config.name != last["tile"])
-                table.fail(f"{HOPPER_SECTION}: {last['tile']}", error, tile=last["tile"])
+                tiles.HOPPER = tuple(config for config in tiles.HOPPER if config.name != tile)
+                table.fail(f"{HOPPER_SECTION}: {tile}", error, tile=tile)
                 if time.perf_counter() > until:
-                    raise OutOfTimeError(f"no time was left to try {layout} behind {last['tile']}")
+                    raise OutOfTimeError(f"no time was left to try {layout} behind {tile}")
                 trials[layout] = _trial(layout, _left_out(), smoke)
-            _add(trials[layout].said()[0], table)
     except OutOfTimeError:
         raise
     except (TimeoutError, RuntimeError) as error:
@@ -338,20 +329,27 @@ def tried(trials: dict[str, Trial], until: float, table: Table, smoke: bool = Fa
             trial.kill()
 
 
-def _became_of(trial: Trial, layout: str, until: float, table: Table) -> str:
-    """:meth:`Trial.wait`; that no time was left says which layout, and where it was."""
+def _became_of(trial: Trial, layout: str, until: float, table: Table) -> tuple[str, str | None, str] | None:
+    """Wait for a trial's end; its rows go into the table. None: nothing is wrong. Else what became of it, the tile that
+    it was in where that is known, and the tracebacks that it printed.
+
+    Raises:
+        OutOfTimeError: No time was left; it says which layout, and where it was.
+    """
+    late = ""
     try:
-        return trial.wait(until, QUIET)
+        became = trial.wait(until, QUIET)
     except OutOfTimeError as error:
-        rows, last = trial.said()
-        _add(rows, table)
-        raise OutOfTimeError(f"{layout}: {error}" + (f", in {last['begins']}" if last else "")) from None
-
-
-def _add(rows: list[dict[str, Any]], table: Table) -> None:
+        became = late = f"{layout}: {error}"
+    rows, last = trial.said()
     for row in rows:
         if "check" in row:
             table.add(**row)
+    within = f", in {last['begins']}" if last else ""
+    if late:
+        raise OutOfTimeError(late + within)
+    traces = "".join(f"\n{row['trace']}" for row in rows if "trace" in row)
+    return (became + within, last.get("tile"), traces) if became else None
 
 
 def left_of_hopper(earlier: list[dict[str, Any]]) -> tuple[Config, ...]:

@@ -251,32 +251,27 @@ def _hidden(fused: float, gemm: float, serial: float) -> float | None:
     return 1 - (fused - gemm) / (serial - gemm) if serial > gemm else None
 
 
-def _replayed(call: Callable[[], object], device: torch.device) -> Callable[[], object] | None:
-    """The call as replays of a captured graph, which has no launches of its own; None on a CPU.
-
-    The call must have run before, outside the capture.
-    """
-    if device.type != "cuda":
-        return None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def _graphs(
     calls: list[Callable[[], object]], device: torch.device, rounds: int, comm: FusedCommunicator
 ) -> list[float] | None:
-    """Seconds of each call as replays of a captured graph; None on a CPU. The calls have run before.
+    """Seconds of each call as replays of a captured graph, which has no launches of its own; None on a CPU.
+
+    The calls have run before, outside the capture.
 
     Raises:
         SignalTimeout: In a replay a flag was never set.
     """
-    replays = [replay for call in calls if (replay := _replayed(call, device))]
-    for replay in replays:
-        replay()
+    if device.type != "cuda":
+        return None
+    replays = []
+    for call in calls:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        replays.append(graph.replay)
+        graph.replay()
         comm.check()
-    return [timing.seconds for timing in paired(replays, device, rounds)] if replays else None
+    return [timing.seconds for timing in paired(replays, device, rounds)]
 
 
 def _bytes(operation: str, product: Product, size: int) -> float:

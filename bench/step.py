@@ -14,15 +14,13 @@ run them; on ranks that exist all share those. Columns: ms a step, how often fas
 rounds), tokens/s of all ranks, MFU and HFU (of --peak-tflops, else of the rate of a large product measured here), comm:
 the part of the step that a rank is blocked in communication (Axo alone knows), longer: by which part of it the step is
 longer than the same work without communication (plain torch, the last row, whose ``faster`` is what could be won at
-that work; median over rounds), MB: peak memory of the step, parameters and optimizer included, and the loss, which
-must agree.
+that work; median over rounds), and the loss, which must agree.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import math
 import multiprocessing
 import os
@@ -45,7 +43,7 @@ from .lib.arguments import Parser
 from .lib.table import Table, environment
 
 COLUMNS = {"case": "s", "contestant": "s", "ranks": "d", "ms": ".2f", "faster": ".2f", "tokens_s": ".0f"}
-COLUMNS |= {"mfu": ".3f", "hfu": ".3f", "comm": ".2f", "longer": ".3f", "mb": ".0f", "loss": ".4f"}
+COLUMNS |= {"mfu": ".3f", "hfu": ".3f", "comm": ".2f", "longer": ".3f", "loss": ".4f"}
 CASES = ("serial", "z", "x", "data", "pipeline")
 STEPS, COUNTED = 10, 8
 LOSS_LIMIT = {"32-true": 1e-3, "bf16-mixed": 5e-2}  # relative; the same weights after the same steps
@@ -114,10 +112,6 @@ class Player:
         """As ``timed_step``."""
         return timed_step(self._contestant, self._batches[step], self._comms)
 
-    def memory(self) -> float | None:
-        """As ``peak_memory``."""
-        return peak_memory(self._contestant, self._batches[-1], torch.device(self._comms.device))
-
     def rate(self) -> float:
         """As ``product_rate``."""
         return product_rate(self._sizes, torch.device(self._comms.device))
@@ -148,9 +142,6 @@ class PlayerApart:
 
     def turn(self, step: int) -> tuple[float, float, float]:
         return self._ask("turn", step)
-
-    def memory(self) -> float | None:
-        return self._ask("memory")
 
     def rate(self) -> float:
         return self._ask("rate")
@@ -254,8 +245,7 @@ def compete(
                 if table is not None:
                     done = f"step {repeat * STEPS + step + 1} of {options.repeats * STEPS}"
                     table.progress(f"{case}: {done}: {player.name}, {1e3 * spent:.0f} ms")
-    memory = {each.name: each.memory() for each in players}
-    return summarize(case, sizes_of(options), ranks, seconds, blocked, losses, memory, peak)
+    return summarize(case, sizes_of(options), ranks, seconds, blocked, losses, peak)
 
 
 class Entry(NamedTuple):
@@ -342,35 +332,6 @@ def _synchronize(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_memory(contestant: models.Contestant, rows: Any, device: torch.device) -> float | None:
-    """Bytes: what the contestant holds between steps, and what one step adds at its highest. None where unknown."""
-    held = sum(parameter.numel() * parameter.element_size() for parameter in map(_local, contestant.model.parameters()))
-    held *= 3  # AdamW's two moments
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        start = torch.cuda.memory_allocated(device)
-        contestant.step(*rows)
-        return held + torch.cuda.max_memory_allocated(device) - start
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the highest resident size is counted from here
-    except OSError:
-        return None
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)  # what malloc keeps of earlier steps would count as held
-    start = _status("VmRSS")
-    contestant.step(*rows)
-    return held + max(0, _status("VmHWM") - start)
-
-
-def _local(parameter: Any) -> torch.Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
 def product_rate(sizes: models.Sizes, device: torch.device) -> float:
     """TFLOP/s of one rank in a 1024-cubed product of the compute dtype, all ranks at once."""
     dtype = torch.bfloat16 if sizes.precision == "bf16-mixed" else torch.float32
@@ -392,7 +353,6 @@ def summarize(
     seconds: dict[str, list[float]],
     blocked: dict[str, list[float]],
     losses: dict[str, float],
-    memory: dict[str, float | None],
     peak: float,
 ) -> list[dict[str, Any]]:
     """One row a contestant. ``faster`` is the median over steps of the first rival's time over this one's."""
@@ -419,7 +379,6 @@ def summarize(
                 "hfu": flops["hfu"] / mean / peak,
                 "comm": None if math.isnan(waited := statistics.fmean(blocked[name])) else waited / mean,
                 "longer": None if case == "serial" else statistics.median(longer),
-                "mb": None if (used := memory[name]) is None else used / 1e6,
                 "loss": losses[name],
                 "right": name == "no communication" or apart <= LOSS_LIMIT[sizes.precision],
                 "all_ms": [round(1e3 * value, 3) for value in seconds[name]],

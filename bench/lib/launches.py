@@ -50,9 +50,8 @@ FUSED = (
 
 
 class Launch(NamedTuple):
-    """One call, the section of bench.kernels that makes it, and how long its compilation takes beside others."""
+    """One call, and how long its compilation takes beside others."""
 
-    section: str
     name: str
     weight: float
     call: Callable[[], object]
@@ -68,15 +67,15 @@ def launches(device: torch.device, products: Iterable[Product], fp16: bool = Tru
     """
     for dtype in ROUNDING_LIMITS:
         for case in numeric_cases(dtype, dry=False) if fp16 or dtype != torch.float16 else ():
-            yield Launch("numerics", case.name, 2.0, partial(case.launch, device))
+            yield Launch(case.name, 2.0, partial(case.launch, device))
     yield from _tiles(device, products)
     for collective, layout, sizes, size, chunks in FUSED:
         name = f"{collective} {layout} {'x'.join(map(str, sizes))} in {chunks}"
-        yield Launch("fused", name, 1.5, partial(_fused, collective, layout, sizes, size, chunks, device))
-    yield Launch("fused", "flags", 0.2, partial(_flags, device))
-    yield Launch("fused", "a simulated link", 0.1, _hold)
+        yield Launch(name, 1.5, partial(_fused, collective, layout, sizes, size, chunks, device))
+    yield Launch("flags", 0.2, partial(_flags, device))
+    yield Launch("a simulated link", 0.1, _hold)
     for scaling in fp8.SCALINGS:
-        yield Launch("fp8", f"rounded, a scale a {scaling}", 0.5, partial(_rounded, scaling, device))
+        yield Launch(f"rounded, a scale a {scaling}", 0.5, partial(_rounded, scaling, device))
 
 
 def _tiles(device: torch.device, products: Iterable[Product]) -> Iterator[Launch]:
@@ -90,9 +89,9 @@ def _tiles(device: torch.device, products: Iterable[Product]) -> Iterator[Launch
             if not config.groups:  # tried in processes of its own
                 found.setdefault((product.layout, config), Product(product.layout, 512, 512, 512, product.dtype))
     for (layout, config), product in found.items():
-        yield Launch("gemm", f"{layout} {config.name}", 1.0, partial(_tile, product, config, device))
+        yield Launch(f"{layout} {config.name}", 1.0, partial(_tile, product, config, device))
     master = Product("TN", 512, 512, 512, torch.bfloat16)
-    yield Launch("gemm", "TN added to a gradient", 1.0, partial(_tile, master, None, device, accumulate=True))
+    yield Launch("TN added to a gradient", 1.0, partial(_tile, master, None, device, accumulate=True))
 
 
 def _tile(product: Product, config: Config | None, device: torch.device, accumulate: bool = False) -> None:
@@ -111,7 +110,7 @@ def hopper_launches(
             for config in HOPPER:
                 for what in ("", "bias", "accumulate"):
                     name = f"{product.name} {config.name} {what}".strip()
-                    yield Launch("gemm", name, 1.5, partial(_grouped, product, config, what, device))
+                    yield Launch(name, 1.5, partial(_grouped, product, config, what, device))
 
 
 def _grouped(product: Product, config: Config, what: str, device: torch.device) -> None:

@@ -66,23 +66,18 @@ def weak_scaling(plans: dict[Row, GridPlan]) -> Group:
 
 
 def _efficiencies(plans: dict[Row, GridPlan]) -> Group:
-    percent = {row: figures.percent(made, made.best) for row, made in plans.items()}
-
-    def against(name: str, gpus: int, first: int) -> float:
-        return 100 * _of(percent, name, gpus) / _of(percent, name, first)
-
+    percent = {(row.machine, row.gpus): figures.percent(made, made.best) for row, made in plans.items()}
     theirs = readers.papers()["democratizing_eff_pct"]
     lines = [
-        Line("frontier 8192 against 512", theirs["frontier_8192_vs_512"], against("frontier", 8192, 512), "%"),
-        Line("frontier 16384 against 512", theirs["frontier_16384"], against("frontier", 16384, 512), "%"),
-        Line("frontier 32768 against 512", theirs["frontier_32768"], against("frontier", 32768, 512), "%"),
-        Line("alps 6144 against 1024", theirs["alps_6144_vs_1024"], against("alps", 6144, 1024), "%"),
+        Line(f"{name} {gpus} against {first}", theirs[key], 100 * percent[name, gpus] / percent[name, first], "%")
+        for name, gpus, first, key in (
+            ("frontier", 8192, 512, "frontier_8192_vs_512"),
+            ("frontier", 16384, 512, "frontier_16384"),
+            ("frontier", 32768, 512, "frontier_32768"),
+            ("alps", 6144, 1024, "alps_6144_vs_1024"),
+        )
     ]
     return Group("Weak-scaling efficiency (Democratizing AI, VII-A)", lines)
-
-
-def _of(percent: dict[Row, float], name: str, gpus: int) -> float:
-    return next(value for row, value in percent.items() if row.machine == name and row.gpus == gpus)
 
 
 def _strong_scaling() -> Group:

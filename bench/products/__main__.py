@@ -1,12 +1,11 @@
 """Which distributed product moves least, and which is fastest? Every algorithm of ``algorithms``, alike.
 
-    axo bench products                                        # counts and predictions: arithmetic, in a second
+    axo bench products                                        # counts: arithmetic, in a second
     axo bench products --plot docs/img/products.png           # and a picture of volume against shape
     axo bench products --measure 4 --limit 50M --shapes 384x384x384,512x128x256     # timed on CPU ranks, checked
 
 ``calls``, ``deliveries`` and ``volume`` are of one forward and one backward pass over all ranks; volume is in units of
-m*n elements of C, memory in units of (m k + k n + m n) / p. ``predicted`` is the time that the machine's links take for
-it, from the bandwidth of each axis (equation 10), without the products.
+m*n elements of C, memory in units of (m k + k n + m n) / p.
 
 With ``--measure`` every algorithm runs on all its grids (its best, if it takes any) in turns; ``--limit`` holds what
 leaves a rank to a rate. ``ms`` is with overlap, ``blocking`` without (``times.py``).
@@ -15,7 +14,9 @@ leaves a rank to a rate. ``ms`` is with overlap, ``blocking`` without (``times.p
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ TIMED = {
     "deep": Shape(256, 1024, 128),
 }
 _CASE = {"ranks": "d", "shape": "s", "algorithm": "s", "grid": "s"}
-COLUMNS = _CASE | {"calls": "d", "deliveries": "d", "volume": ".2f", "memory": ".2f", "predicted ms": ".3f"}
+COLUMNS = _CASE | {"calls": "d", "deliveries": "d", "volume": ".2f", "memory": ".2f"}
 MEASURED = _CASE | {"ms": ".1f", "blocking": ".1f", "#wrong": "d"}
 
 
@@ -61,47 +62,22 @@ def best_grid(algorithm: Algorithm, ranks: int, shape: Shape) -> Grid | None:
     return min(grids_of(algorithm, ranks), key=lambda grid: volume(algorithm.cost(grid, shape)), default=None)
 
 
-def predicted_seconds(machine: Any, grid: Grid, transfers: list[Transfer], itemsize: int) -> float:
-    """What the links take: a rank's share of what each axis moves, at the bandwidth of the axis, and the latencies."""
-    seconds = 0.0
-    for transfer in transfers:
-        groups = grid.world_size // grid.size(transfer.axis)
-        if transfer.op == "send":
-            groups = grid.world_size
-        moved = transfer.elements / grid.world_size * itemsize
-        seconds += moved / machine.bandwidth(grid, transfer.axis)
-        ring, tree = machine.latency(grid, transfer.axis)
-        one = {"broadcast": tree, "reduce": tree, "send": ring / max(1, grid.size(transfer.axis) - 1)}
-        seconds += transfer.calls / groups * one.get(transfer.op, ring)
-    return seconds
-
-
-def rows(options: argparse.Namespace, shapes: dict[str, Shape]) -> list[dict[str, Any]]:
-    from axo.perf.machine import load
-
-    machine, found = load(options.machine), []
-    for ranks in options.ranks:
-        for label, shape in shapes.items():
-            for name, algorithm in algorithms.items():
-                grid = best_grid(algorithm, ranks, shape)
-                if grid is None:
-                    continue
-                cost = algorithm.cost(grid, shape)
-                parts = (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n) / ranks
-                found.append(
-                    {
-                        "ranks": ranks,
-                        "shape": f"{label} {shape.m}x{shape.k}x{shape.n}",
-                        "algorithm": name,
-                        "grid": str(grid),
-                        "calls": sum(transfer.calls for transfer in cost),
-                        "deliveries": sum(transfer.deliveries for transfer in cost),
-                        "volume": volume(cost) / (shape.m * shape.n),
-                        "memory": algorithm.memory(grid, shape) / parts,
-                        "predicted ms": 1e3 * predicted_seconds(machine, grid, cost, options.itemsize),
-                    }
-                )
-    return found
+def rows(options: argparse.Namespace, shapes: dict[str, Shape]) -> Iterator[dict[str, Any]]:
+    """What each algorithm moves on its best grid."""
+    for ranks, (label, shape), (name, algorithm) in itertools.product(
+        options.ranks, shapes.items(), algorithms.items()
+    ):
+        grid = best_grid(algorithm, ranks, shape)
+        if grid is None:
+            continue
+        cost = algorithm.cost(grid, shape)
+        parts = (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n) / ranks
+        yield {
+            "ranks": ranks, "shape": f"{label} {shape.m}x{shape.k}x{shape.n}", "algorithm": name, "grid": str(grid),
+            "calls": sum(transfer.calls for transfer in cost),
+            "deliveries": sum(transfer.deliveries for transfer in cost),
+            "volume": volume(cost) / (shape.m * shape.n), "memory": algorithm.memory(grid, shape) / parts,
+        }  # fmt: skip
 
 
 def measure(options: argparse.Namespace, shapes: dict[str, Shape], header: dict[str, Any]) -> int:
@@ -171,8 +147,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser("axo bench products", __doc__, json=True)
     parser.add_argument("--ranks", type=_numbers, default=list(RANKS), help="such as 4,8,64")
     parser.add_argument("--shapes", default=None, help="MxKxN, several by commas; default: square, tall, flat")
-    parser.add_argument("--machine", default="perlmutter", help="for the prediction: as in axo plan")
-    parser.add_argument("--itemsize", type=int, default=2, help="bytes of an element, for the prediction")
     parser.add_argument("--measure", type=int, default=0, metavar="RANKS", help="time it on this many local ranks")
     parser.add_argument("--limit", type=rate, default=0.0, help="with --measure: bytes a second that leave a host: 50M")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="with --limit: ranks that play one host")

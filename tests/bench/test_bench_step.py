@@ -49,7 +49,7 @@ def test_contestants_agree_on_the_loss(case: str, ranks: int) -> None:
 
 def test_contestants_in_processes_of_their_own_agree_too() -> None:
     rows = step.measure_apart("z", argparse.Namespace(**OPTIONS, ranks=2))
-    assert len(rows) == 7 and all(row["right"] and row["mb"] > 0 and len(row["all_ms"]) == 8 for row in rows), rows
+    assert len(rows) == 7 and all(row["right"] and len(row["all_ms"]) == 8 for row in rows), rows
     assert [row["comm"] is not None for row in rows] == [row["contestant"].startswith("Axo ") for row in rows]
 
 
@@ -74,9 +74,6 @@ class Counting:
 
     def turn(self, step: int) -> tuple[float, float, float]:
         return step + 1.0, 0.5, 10.0 - step
-
-    def memory(self) -> float | None:
-        return 1e6
 
 
 def test_turns_are_counted_and_how_far_it_is_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +113,7 @@ def test_ratios_are_of_steps_side_by_side() -> None:
     seconds = {"Axo": [1.1, 1.1, 5.5], "FSDP2": [1.32, 1.32, 6.6], "no communication": [1.0, 1.0, 5.0]}
     names = list(seconds)
     blocked, losses = {name: [float("nan")] for name in names}, dict.fromkeys(names, 1.0)
-    rows = step.summarize("z", sizes, 2, seconds, blocked, losses, dict.fromkeys(names), 1e12)
+    rows = step.summarize("z", sizes, 2, seconds, blocked, losses, 1e12)
     assert [round(row["faster"], 3) for row in rows] == [1.2, 1.0, 1.32]
     assert [round(row["longer"], 3) for row in rows] == [0.1, 0.32, 0.0]
 
