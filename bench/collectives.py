@@ -27,6 +27,7 @@ import os
 import statistics
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +123,9 @@ def free_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
-class Copy:
-    """A copy of ``size`` bytes from memory to memory; all ranks call it at once."""
-
-    def __init__(self, size: int) -> None:
-        self.source, self.target = (torch.ones(size, dtype=torch.uint8).numpy() for _ in range(2))
-
-    def __call__(self) -> None:
-        np.copyto(self.target, self.source)
-
-    def traffic(self, ranks: int, seconds: list[float]) -> float:
-        """GB/s, read and written, of all ranks, for the median of ``seconds``."""
-        return 2 * self.source.nbytes * ranks / statistics.median(seconds) / 1e9
+def traffic_of(ranks: int, seconds: list[float]) -> float:
+    """GB/s, read and written, of all ranks that copy FLOOR_SIZE bytes each, for the median of ``seconds``."""
+    return 2 * FLOOR_SIZE * ranks / statistics.median(seconds) / 1e9
 
 
 def measure(
@@ -148,8 +140,9 @@ def measure(
     if "gloo" in rivals:
         groups["gloo"] = dist.new_group(backend="gloo")
     peer = mpi.Peer(mpi_folder, comm.rank) if mpi_folder else None
-    copy = Copy(FLOOR_SIZE)
-    traffic = copy.traffic(comm.size, time_calls({"copy": copy}, comm, FLOOR_SIZE, 5)["copy"])
+    target, source = (torch.ones(FLOOR_SIZE, dtype=torch.uint8).numpy() for _ in range(2))
+    copy = partial(np.copyto, target, source)
+    traffic = traffic_of(comm.size, time_calls({"copy": copy}, comm, FLOOR_SIZE, 5)["copy"])
     rows = []
     for op, size, dtype_name in cases:
         dtype = getattr(torch, dtype_name)
@@ -180,7 +173,7 @@ def measure(
                 row[f"times_{other}"] = statistics.median(seconds[other]) / median
             row["of_floor"] = None
             if copied is not None:
-                row["copy_gbs"] = copy.traffic(comm.size, copied)
+                row["copy_gbs"] = traffic_of(comm.size, copied)
                 if rival in FLOOR_BYTES:
                     row["of_floor"] = row["algbw"] * FLOOR_BYTES[rival] / row["copy_gbs"]
             rows.append(row)

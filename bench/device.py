@@ -483,10 +483,9 @@ def judged(extra: dict[int, float | None], shared: bool = False) -> dict[str, bo
     that of two on one GPU, where the library takes the network."""
     name = f"overhead over torch's NCCL backend under {OVERHEAD_US:g} us a call"
     alone, together = extra.get(1), extra.get(2)
-    if together is not None and not shared:
-        return {f"{name}: {together:.2f}": together < OVERHEAD_US}
     if together is not None:
-        return {f"{name}, two ranks on one GPU: {together:.2f}": together < OVERHEAD_US}
+        where = ", two ranks on one GPU" if shared else ""
+        return {f"{name}{where}: {together:.2f}": together < OVERHEAD_US}
     if alone is not None:
         return {name: f"not measured: one rank takes another path in NCCL ({alone:.2f} us there)"}
     return {name: "not measured"}

@@ -93,12 +93,11 @@ def main(given: list[str] | None = None) -> int:
     dtype = getattr(torch, options.dtype)
     try:
         device = arguments.device("--device", options.device)
+        if not (options.sizes or options.models):
+            options.sizes = "1024,2048,4096,8192,16384,32768,65536" if device.type == "cuda" else "256,512,1024"
         products = _products(options, dtype)
     except ValueError as error:
         parser.error(str(error))
-    if not products:
-        options.sizes = "1024,2048,4096,8192,16384,32768,65536" if device.type == "cuda" else "256,512,1024"
-        products = _products(options, dtype)
     table = Table(COLUMNS, options.json, {"bench": "gemm"} | environment(device))
     measure(products, device, table, options.rounds, options.configs, options.seconds)
     return int(bool(table.failed) or any(not row["right"] for row in table.rows))
@@ -316,7 +315,8 @@ def _best_tile(tuner: Tuner, product: Product, grouped: bool) -> Config | None:
 
 def peak_of(device: torch.device) -> float | None:
     """The advertised dense bf16 rate, FLOP/s; None where PEAKS lacks the device."""
-    return next((rate for name, rate in PEAKS.items() if device.type == "cuda" and name in _name(device)), None)
+    called = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((rate for name, rate in PEAKS.items() if name in called), None)
 
 
 def peak_at(device: torch.device, mhz: float | None) -> float | None:
@@ -327,10 +327,6 @@ def peak_at(device: torch.device, mhz: float | None) -> float | None:
 
 
 _FLOPS_A_CYCLE = 4096  # of a Hopper's multiprocessor: 132 of them at 1,830 MHz are the advertised 989 TFLOP/s
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
 
 
 def _error(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layout: str) -> float:

@@ -215,7 +215,7 @@ def step(
         runs[name] = partial(one.step, ids[:, :-1], ids[:, 1:])
         losses[name] = float(runs[name]())
         runs[name]()  # with all moments there
-        peaks[name] = (peak_allocated(device) - before) / 2**30 if device.type == "cuda" else None
+        peaks[name] = (allocated(device, peak=True) - before) / 2**30 if device.type == "cuda" else None
     state = gemm.working(runs["axo"], once(runs["axo"], device), device)
 
     def more(name: str, seconds: float) -> dict[str, Any]:
@@ -235,18 +235,15 @@ def in_fp8(one: Contestant) -> Contestant:
     return one
 
 
-def allocated(device: torch.device) -> int:
-    """Bytes that tensors have now; the peak begins anew."""
+def allocated(device: torch.device, peak: bool = False) -> int:
+    """Bytes that tensors have now, or had at the most since this was asked for last."""
     if device.type != "cuda":
         return 0
     gc.collect()
-    torch.cuda.reset_peak_memory_stats(device)
-    return int(torch.cuda.memory_allocated(device))
-
-
-def peak_allocated(device: torch.device) -> int:
     torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device))
+    most = int(torch.cuda.max_memory_allocated(device))
+    torch.cuda.reset_peak_memory_stats(device)
+    return most if peak else int(torch.cuda.memory_allocated(device))
 
 
 def rows_of(sizes: Sizes, device: torch.device) -> torch.Tensor:

@@ -132,7 +132,7 @@ def _fused(
     collective: str, layout: str, sizes: tuple[int, int, int], size: int, chunks: int, device: torch.device
 ) -> None:
     m, n, k = sizes
-    comm = _Quiet(0, size)
+    comm = SimulatedCommunicator(size, 1e12, device)
     order = chunk_order(collective, n // size if collective == "all_gather" else m, chunks, 0, size, 128)
     product = Product(layout, m, n, k, torch.bfloat16)
     workspace = Workspace("a launch", order, device)
@@ -140,13 +140,6 @@ def _fused(
     a, b = _operands(product, device)
     out = torch.empty((m, n), dtype=product.dtype, device=device)
     SegmentedProduct(product, workspace, comm).launch(a, b, out, along_n=collective == "all_gather")
-
-
-class _Quiet(SimulatedCommunicator):
-    """Without a link, which a launch alone does not need."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super(SimulatedCommunicator, self).__init__(rank, size, 1.0)
 
 
 def _flags(device: torch.device) -> None:

@@ -26,7 +26,6 @@ from axo.matmul.algorithm import Algorithm, Shape, Transfer
 from ..lib.picture import panels
 from . import algorithms
 
-RANKS = (4, 8, 16, 27, 64)
 SHAPES = {"square": Shape(4096, 4096, 4096), "tall": Shape(65536, 4096, 4096), "flat": Shape(1024, 4096, 16384)}
 TIMED = {
     "square": Shape(384, 384, 384),
@@ -141,11 +140,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a product is wrong."""
     import torch
 
-    from ..lib.arguments import Parser, rate
+    from ..lib.arguments import Parser, numbers, rate
     from ..lib.table import Table, environment
 
     parser = Parser("axo bench products", __doc__, json=True)
-    parser.add_argument("--ranks", type=_numbers, default=list(RANKS), help="such as 4,8,64")
+    parser.add_argument("--ranks", default="4,8,16,27,64", help="comma-separated")
     parser.add_argument("--shapes", default=None, help="MxKxN, several by commas; default: square, tall, flat")
     parser.add_argument("--measure", type=int, default=0, metavar="RANKS", help="time it on this many local ranks")
     parser.add_argument("--limit", type=rate, default=0.0, help="with --measure: bytes a second that leave a host: 50M")
@@ -153,6 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--plot", type=Path, default=None)
     options = parser.parse_args(arguments)
+    options.ranks = numbers("--ranks", options.ranks)
     shapes = TIMED if options.measure else SHAPES
     if options.shapes:
         try:
@@ -172,10 +172,6 @@ def main(arguments: list[str] | None = None) -> int:
         plot(options.plot, max(options.ranks))
         print(options.plot, file=sys.stderr)
     return int(wrong > 0)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":
