@@ -141,8 +141,8 @@ def measure(
         each: Seconds of one product after which it hangs, and the process ends itself; None: never.
         unfinished: What could not be measured this time; such rows are measured again by a run that goes on.
     """
-    known = {row["product"]: row for row in table.rows}  # the last of each
-    measured = {name for name, row in known.items() if not row.get("unfinished")}
+    earlier = {row["product"]: row for row in table.rows}  # the last of each
+    measured = {name for name, row in earlier.items() if not row.get("unfinished")}
     table.rows.clear()
     tuner = Tuner(
         "first-step",
@@ -153,13 +153,13 @@ def measure(
         progress=lambda done, total, name: table.begins(name),
     )
     cases = {}
-    for product in sorted(products, key=lambda one: one.name in known):  # new ones first
+    for product in sorted(products, key=lambda one: one.name in earlier):  # new ones first
         if device.type == "cuda" and 4 * product.bytes > torch.cuda.get_device_properties(device).total_memory:
             table.note(f"{product.name}: does not fit the memory, not measured")
         elif product.name not in measured:
             cases[product.name] = partial(_against_torch, product, device, table, tuner, rounds, unfinished)
     left = attempt_each(cases, "products", device, table, seconds, each)
-    table.rows[:] = (known | {row["product"]: row for row in table.rows}).values()
+    table.rows[:] = (earlier | {row["product"]: row for row in table.rows}).values()
     for rival in ("tuned", "triton", "gluon"):
         ratios = [row[f"{rival}_ratio"] for row in table.rows if row.get(f"{rival}_ratio")]
         if ratios:
@@ -206,9 +206,9 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     if product.layout == "TN" and "triton" in calls:
         grouped_tile = _best_tile(tuner, product, True)
         adding = adding_calls(a, b, [None, *([grouped_tile] if grouped_tile else [])])
-        found = _checked(dict(adding), partial(adding_error, a=a, b=b), adding, left_out, device)
-        errors |= {f"{name} accumulated": error for name, error in found.items() if name != "torch"}
-        limits |= {f"{name} accumulated": sum_limit(product.k, product.dtype) for name in found}
+        added_errors = _checked(dict(adding), partial(adding_error, a=a, b=b), adding, left_out, device)
+        errors |= {f"{name} accumulated": error for name, error in added_errors.items() if name != "torch"}
+        limits |= {f"{name} accumulated": sum_limit(product.k, product.dtype) for name in added_errors}
         added = max((1 / one.ratio for one in sustained(list(adding.values()), device, rounds)[1:]), default=None)
     card_state = working(calls["torch"], timings["torch"].seconds, device)
     rate = product.flops / timings["torch"].seconds
@@ -253,9 +253,9 @@ def working(call: Callable[[], object], seconds: float, device: torch.device) ->
     for _ in range(max(2, min(500, int(0.02 / seconds)))):
         call()
     middle.synchronize()
-    found = card.state(device)
+    state = card.state(device)
     torch.cuda.synchronize(device)
-    return found
+    return state
 
 
 def _checked(

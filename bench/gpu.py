@@ -189,8 +189,8 @@ def put_away(part: Part, out: Path, known: dict[str, Any], fresh: bool) -> None:
     if end is not None:
         stands = same(end["of"], known)
     else:
-        here = {name: value for name, value in known.items() if name != "walk"}
-        stands = part.goes_on and bool(rows) and same(rows[0], here)
+        machine = {name: value for name, value in known.items() if name != "walk"}
+        stands = part.goes_on and bool(rows) and same(rows[0], machine)
     if path.exists() and (fresh or not stands):
         with tarfile.open(out / "before.tar", "a") as archive:
             archive.add(path, f"{time.strftime('%Y%m%d-%H%M%S')}/{path.name}")
@@ -212,11 +212,11 @@ def keep_to_eight(out: Path) -> None:
 
 def verdicts(out: Path, stopped: dict[str, str]) -> None:
     """Write the last verdicts of every part that has some, as ``part: verdict``; of others what became of them."""
-    found = []
+    lines = []
     for part in PARTS:
-        found += [f"{part.name}: {line['note']}" for line in rows_of(part, out) if "verdict" in line]
-        found += [f"{part.name}: {stopped[part.name]}: False"] if part.name in stopped else []
-    (out / "verdicts.txt").write_text("".join(f"{line}\n" for line in found), encoding="utf-8")
+        lines += [f"{part.name}: {line['note']}" for line in rows_of(part, out) if "verdict" in line]
+        lines += [f"{part.name}: {stopped[part.name]}: False"] if part.name in stopped else []
+    (out / "verdicts.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

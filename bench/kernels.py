@@ -38,7 +38,7 @@ from axo_kernels import device as devices
 from axo_kernels.fused.chunks import chunk_order
 from axo_kernels.fused.fp8 import SCALINGS
 from axo_kernels.fused.segments import SegmentedProduct
-from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.strategies import FusedPlan, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm import tiles
 from axo_kernels.gemm.layout import LAYOUTS, Product
 from axo_kernels.gemm.tiles import HOPPER, TRIED, Config
@@ -447,11 +447,11 @@ def rounds(device: torch.device, table: Any, dry: bool, often: int = 500) -> Non
     for number in range(count):
         x = torch.randint(-2, 3, (m, k), generator=generator, device=device).to(dtype)
         w = torch.randint(-2, 3, (n, k), generator=generator, device=device).to(dtype)
-        out, _full = run_all_gather(x, w, comm, "NT", "b", Way("signal", 3), keep=False)
+        out, _full = run_all_gather(x, w, comm, "NT", "b", FusedPlan("signal", 3), keep=False)
         expected = (x.float() @ w.float().T).to(dtype)
         wrong += (out != expected.repeat(1, 2)).any()
-        wrong += (run_reduce_scatter(w, x, comm, "NT", Way("signal", 4)) != 2 * expected.T[: n // 2]).any()
-        total, finish = start_all_reduce(x, w, comm, "NT", Way("signal", 2))
+        wrong += (run_reduce_scatter(w, x, comm, "NT", FusedPlan("signal", 4)) != 2 * expected.T[: n // 2]).any()
+        total, finish = start_all_reduce(x, w, comm, "NT", FusedPlan("signal", 2))
         finish()
         wrong += (total != 2 * expected).any()
         if number == 0:
@@ -477,7 +477,7 @@ def graphs(device: torch.device, table: Any, often: int = 50) -> None:
 def _graph(
     strategy: str, comm: SimulatedCommunicator, draw: Callable[[int], torch.Tensor], table: Any, often: int
 ) -> None:
-    way, x, w = Way(strategy, 2), draw(256), draw(512)
+    way, x, w = FusedPlan(strategy, 2), draw(256), draw(512)
     wrong = torch.zeros((), device=x.device)
 
     def operations() -> list[torch.Tensor]:
@@ -491,14 +491,14 @@ def _graph(
     comm.check()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = operations()
+        results = operations()
     graph.replay()
     comm.check()  # before many more have been put behind what waits
     for _ in range(often):
         x.copy_(draw(256))
         graph.replay()
         exact = (x.float() @ w.float().T).to(x.dtype)
-        for got, expected in zip(found, (exact.repeat(1, 2), 2 * exact.T[:256], 2 * exact), strict=True):
+        for got, expected in zip(results, (exact.repeat(1, 2), 2 * exact.T[:256], 2 * exact), strict=True):
             wrong += (got != expected).any()
     comm.check()
     table.add(check=f"{often} replays of a graph of {strategy} operations", error=float(wrong), limit=0.5)

@@ -28,7 +28,7 @@ from axo_kernels import FusedCommunicator, SignalTimeout, adapt
 from axo_kernels import device as devices
 from axo_kernels.fused.chunks import chunk_order
 from axo_kernels.fused.segments import SegmentedProduct
-from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.strategies import FusedPlan, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import Product, product_of
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.tune.timing import paired, relative_error
@@ -208,8 +208,8 @@ def _case(
     quiet = comm.without_effects() if isinstance(comm, SimulatedCommunicator) else nullcontext()
     calls: list[Callable[[], object]] = [gemm, serial, alone, *([own] if own else []), *rivals.values()]
     with quiet:
-        found = paired(calls, device, options.rounds)
-    timings = comm.maximum([timing.seconds for timing in found])
+        measured = paired(calls, device, options.rounds)
+    timings = comm.maximum([timing.seconds for timing in measured])
     comm.check() if device.type == "cuda" else None
     head, tail = timings[:3], timings[3 + bool(own) :]
     graphs: dict[object, float] = {}
@@ -287,7 +287,7 @@ def _bytes(operation: str, product: Product, size: int) -> float:
 def _call(
     operation: str, a: torch.Tensor, b: torch.Tensor, comm: FusedCommunicator, layout: str, strategy: str, chunks: int
 ) -> Callable[[], torch.Tensor]:
-    way = Way(strategy, chunks)
+    way = FusedPlan(strategy, chunks)
     if operation == "matmul_reduce_scatter":
         return partial(run_reduce_scatter, a, b, comm, layout, way)
     if operation == "all_gather_matmul":

@@ -34,7 +34,7 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
-class Ran:
+class FusedRun:
     """What a fused operation really did; ``comm.ran[-1]`` is the latest.
 
     Attributes:
@@ -59,7 +59,7 @@ class FusedCommunicator:
     Not thread-safe; make one per thread that issues operations. Tensors are contiguous, rows along dim 0.
 
     Attributes:
-        ran: The record: each operation appends a :class:`Ran`.
+        ran: The record: each operation appends a :class:`FusedRun`.
         workspaces: The flags and buffers, made at an operation's first call at a shape.
 
     Args:
@@ -73,7 +73,7 @@ class FusedCommunicator:
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        self.ran: deque[Ran] = deque(maxlen=256)
+        self.ran: deque[FusedRun] = deque(maxlen=256)
         self.workspaces = Workspaces()
         self._host: HostStream | None = None
         self._stream: Any = None

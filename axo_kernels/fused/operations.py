@@ -19,7 +19,14 @@ from dataclasses import replace
 import torch
 
 from axo_kernels.comm.communicator import FusedCommunicator
-from axo_kernels.fused.strategies import Way, gathered, gathers, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.strategies import (
+    FusedPlan,
+    gathered,
+    gathers,
+    run_all_gather,
+    run_reduce_scatter,
+    start_all_reduce,
+)
 from axo_kernels.gemm.layout import autocast, check_layout
 from axo_kernels.gemm.matmul import BACKWARD, matmul
 
@@ -49,7 +56,7 @@ def matmul_all_reduce(
     if grad_comm is not None:
         _check(grad_comm, "matmul_all_reduce", "grad_comm")
     a, b, lead = _operands("matmul_all_reduce", a, b, comm, layout, bias)
-    out: torch.Tensor = _MatmulAllReduce.apply(a, b, bias, comm, grad_comm, layout, Way(strategy, chunks))
+    out: torch.Tensor = _MatmulAllReduce.apply(a, b, bias, comm, grad_comm, layout, FusedPlan(strategy, chunks))
     return out if lead is None else out.view(*lead, out.shape[-1])
 
 
@@ -80,7 +87,7 @@ def all_gather_matmul(
         ``(..., M, size * N)`` with ``gather="b"``, ``(size * M, ..., N)`` with ``gather="a"``.
     """
     a, b, lead = _operands("all_gather_matmul", a, b, comm, layout, bias, gathered=gather == "b")
-    out: torch.Tensor = _AllGatherMatmul.apply(a, b, bias, comm, layout, gather, keep, Way(strategy, chunks))
+    out: torch.Tensor = _AllGatherMatmul.apply(a, b, bias, comm, layout, gather, keep, FusedPlan(strategy, chunks))
     if lead is None:
         return out
     first = lead[0] * comm.size if gather == "a" else lead[0]
@@ -113,7 +120,7 @@ def matmul_reduce_scatter(
             f"matmul_reduce_scatter: dim 0 of a has {lead[0]} rows, which do not divide over {comm.size} ranks; pad to "
             f"{-(-lead[0] // comm.size) * comm.size}"
         )
-    out: torch.Tensor = _MatmulReduceScatter.apply(a, b, comm, layout, Way(strategy, chunks))
+    out: torch.Tensor = _MatmulReduceScatter.apply(a, b, comm, layout, FusedPlan(strategy, chunks))
     return out if lead is None else out.view(lead[0] // comm.size, *lead[1:], out.shape[-1])
 
 

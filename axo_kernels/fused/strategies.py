@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from axo_kernels import device as devices
-from axo_kernels.comm.communicator import FusedCommunicator, Pending, Ran
+from axo_kernels.comm.communicator import FusedCommunicator, FusedRun, Pending
 from axo_kernels.fused.chunks import ChunkOrder, chunk_order
 from axo_kernels.fused.segments import SegmentedProduct, rows_of
 from axo_kernels.gemm.layout import Product, product_of
@@ -34,7 +34,7 @@ Multiply = Callable[..., torch.Tensor]  # (a, b, out=..., bias=...)
 
 
 @dataclass(frozen=True)
-class Way:
+class FusedPlan:
     """How a fused operation runs.
 
     Attributes:
@@ -86,7 +86,7 @@ class Way:
         self.check(operation, a.device)
         pieces = 1 if self.strategy == "serial" else self.chunks
         order = chunk_order(collective, rows, pieces, comm.rank, comm.size, 128 if a.device.type == "cuda" else 1)
-        comm.ran.append(Ran(operation, self.strategy, self.chunks, layout, self.engine(a.device)))
+        comm.ran.append(FusedRun(operation, self.strategy, self.chunks, layout, self.engine(a.device)))
         return self.multiply or partial(vendor_matmul, layout=layout), order
 
 
@@ -95,7 +95,7 @@ def start_all_reduce(
     b: torch.Tensor,
     comm: FusedCommunicator,
     layout: str,
-    way: Way,
+    way: FusedPlan,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Finish]:
     """Begin ``sum over ranks of A B``; the result may be read after ``finish()``.
@@ -135,7 +135,7 @@ def run_reduce_scatter(
     b: torch.Tensor,
     comm: FusedCommunicator,
     layout: str,
-    way: Way,
+    way: FusedPlan,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return this rank's block of rows of ``sum over ranks of A B``: ``(M / size, N)``, in ``out`` (contiguous)."""
@@ -183,7 +183,7 @@ def run_all_gather(
     comm: FusedCommunicator,
     layout: str,
     gather: str,
-    way: Way,
+    way: FusedPlan,
     bias: torch.Tensor | None = None,
     keep: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -195,22 +195,24 @@ class Tuner:
         list_candidates: Callable[[], list[Choice]],
         run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
     ) -> Choice:
-        known = self._choices.get(name)
-        if known is not None:
-            return known
+        decided = self._choices.get(name)
+        if decided is not None:
+            return decided
         entry = self.cache(device).get(name)
-        found = from_json(entry) if entry is not None else None
-        if found is not None and (not usable(found, product, device) or self._kernel_complaint(found, product, device)):
-            found = None
+        choice = from_json(entry) if entry is not None else None
+        if choice is not None and (
+            not usable(choice, product, device) or self._kernel_complaint(choice, product, device)
+        ):
+            choice = None
         if self.comm is not None and self.comm.size > 1:
             # One choice for all, whatever each rank has on disk.
-            text = self.comm.broadcast_text(json.dumps(found.to_json()) if found else "")
-            found = from_json(json.loads(text)) if text else None
-        if found is None and self.mode == "first-step":
-            found = self._measure(name, product, device, list_candidates(), run)
+            text = self.comm.broadcast_text(json.dumps(choice.to_json()) if choice else "")
+            choice = from_json(json.loads(text)) if text else None
+        if choice is None and self.mode == "first-step":
+            choice = self._measure(name, product, device, list_candidates(), run)
             if self.comm is None or self.comm.rank == 0:
-                self.cache(device).put({name: found.to_json()})
-        chosen = self._choices[name] = found or Choice("vendor", product.layout)
+                self.cache(device).put({name: choice.to_json()})
+        chosen = self._choices[name] = choice or Choice("vendor", product.layout)
         return chosen
 
     def _kernel_complaint(self, choice: Choice, product: Product, device: torch.device) -> str:

@@ -43,13 +43,13 @@ def shapes(option: str, text: str) -> list[tuple[int, int, int]]:
     Raises:
         ValueError: One is not three sizes joined by x.
     """
-    found = []
+    read = []
     for shape in text.split(","):
         sizes = [_number(option, part, 1) for part in shape.split("x")]
         if len(sizes) != 3:
             raise ValueError(f"{option} {shape!r}: use three sizes joined by x, for example 4096x4096x4096")
-        found.append((sizes[0], sizes[1], sizes[2]))
-    return found
+        read.append((sizes[0], sizes[1], sizes[2]))
+    return read
 
 
 def shares(option: str, text: str) -> list[float]:
@@ -59,12 +59,12 @@ def shares(option: str, text: str) -> list[float]:
         ValueError: One is none.
     """
     try:
-        found = [float(part) for part in text.split(",")]
+        read = [float(part) for part in text.split(",")]
     except ValueError:
-        found = [0.0]
-    if not all(0 < share < float("inf") for share in found):
+        read = [0.0]
+    if not all(0 < share < float("inf") for share in read):
         raise ValueError(f"{option} {text!r}: use numbers above 0, such as 0.2,0.4,0.8")
-    return found
+    return read
 
 
 def rate(text: str) -> float:

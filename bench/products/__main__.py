@@ -40,15 +40,15 @@ MEASURED = _CASE | {"ms": ".1f", "blocking": ".1f", "#wrong": "d"}
 
 def grids_of(algorithm: Algorithm, ranks: int) -> list[Grid]:
     """The grids of ``ranks`` ranks, data = 1, that the algorithm can use."""
-    found = []
+    grids = []
     for grid in Grid.all(ranks):
         if grid.data == 1:
             try:
                 algorithm.check(grid)
             except ValueError:
                 continue
-            found.append(grid)
-    return found
+            grids.append(grid)
+    return grids
 
 
 def volume(transfers: list[Transfer]) -> int:

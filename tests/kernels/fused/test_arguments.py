@@ -43,14 +43,14 @@ def check_views_and_nothing():
     """Operands that are views of the other order, through descriptors too; results without an element, at once."""
     from axo_kernels import matmul_all_reduce, matmul_reduce_scatter
     from axo_kernels.comm.adapters import SoloCommunicator
-    from axo_kernels.fused.strategies import Way, run_reduce_scatter
+    from axo_kernels.fused.strategies import FusedPlan, run_reduce_scatter
     from axo_kernels.gemm.tiles import Config
 
     comm = SoloCommunicator(timeout=10.0)
     x, w = draw(1, (16, 32), (16, 16))
     tiles = Config(32, 32, 16, group_m=2, warps=1, stages=1, descriptors=True, parts=2)
     for a, b in ((x.T, w), (x.T.contiguous(), w.T.contiguous().T)):
-        close(run_reduce_scatter(a, b, comm, "NT", Way("signal", 2, tiles)), x.T.double() @ w.double().T)
+        close(run_reduce_scatter(a, b, comm, "NT", FusedPlan("signal", 2, tiles)), x.T.double() @ w.double().T)
     for rows, columns in ((0, 3), (4, 0)):
         for operation in (matmul_all_reduce, matmul_reduce_scatter):
             for _ in range(2):
@@ -99,7 +99,7 @@ def test_signal_leaves_room_for_the_communication(monkeypatch):
 def test_a_gather_in_chunks_makes_no_second_copy_of_the_whole():
     """Beside what is kept lie the half of the chunks that travel, and the one that has come."""
     from axo_kernels.comm.communicator import FusedCommunicator
-    from axo_kernels.fused.strategies import Way, run_all_gather
+    from axo_kernels.fused.strategies import FusedPlan, run_all_gather
 
     class Twins(FusedCommunicator):
         """Rank 1 of two that hold the same."""
@@ -117,7 +117,7 @@ def test_a_gather_in_chunks_makes_no_second_copy_of_the_whole():
     x, shard = draw(3, (12, 16), (32, 16))
     for keep in (True, False):
         comm = Twins()
-        out, whole = run_all_gather(x, shard, comm, "NT", "b", Way("split", 8), keep=keep)
+        out, whole = run_all_gather(x, shard, comm, "NT", "b", FusedPlan("split", 8), keep=keep)
         close(out, x.double() @ torch.cat([shard, shard]).double().T)
         assert whole is None or torch.equal(whole, torch.cat([shard, shard]))
         assert (whole is not None) == keep
