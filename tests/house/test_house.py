@@ -46,7 +46,7 @@ REPLACED = {
 
 # A package may import those of a lower level, and itself. What stands here is the design's order of the house.
 LEVELS = [
-    {"errors", "files", "grid", "lazy", "settings"},
+    {"cores", "errors", "files", "grid", "lazy", "settings", "slurm"},
     {"check"},
     {"launch", "arrangement"},
     {"comm"},
