@@ -6,6 +6,8 @@ import pytest
 
 from axo import cores
 
+QUOTA, PERIOD = "cpu/a/cpu.cfs_quota_us", "cpu/a/cpu.cfs_period_us"
+
 
 def tree(folder, files):
     for name, text in files.items():
@@ -22,10 +24,10 @@ def tree(folder, files):
         ("0::/\n", {}, 1 << 30),
         (
             "4:memory:/a\n3:cpu,cpuacct:/a\n",
-            {"cpu/a/cpu.cfs_quota_us": "300000", "cpu/a/cpu.cfs_period_us": "100000"},
+            {QUOTA: "300000", PERIOD: "100000"},
             3,
         ),
-        ("3:cpu,cpuacct:/a\n", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, 1 << 30),
+        ("3:cpu,cpuacct:/a\n", {QUOTA: "-1", PERIOD: "100000"}, 1 << 30),
     ],
     ids=["parent", "own", "root", "none", "version-1", "version-1-none"],
 )
