@@ -51,20 +51,20 @@ class Marker:
 
     Attributes:
         step: Its step. run: The run that saved it; None: none was named. metadata: Checksum of DCP's metadata.
-        checksum: Which one that is, and those of the entries; the first checkpoints do not say.
+        checksum: Which one that is, and those of the entries.
     """
 
     step: int = 0
     run: str | None = None
     metadata: str | None = None
-    checksum: str = "xxh3"
+    checksum: str = checksum.KIND
 
 
 def read_marker(path: Path) -> Marker | None:
     """The marker of a checkpoint that Axo wrote; None where there is none or it cannot be read."""
     try:
         said = files.parse_json(files.read_text(path / MARKER, _MOST_MARKER))
-        marker = Marker(int(said["step"]), said["run"], said["metadata"], said.get("checksum", Marker.checksum))
+        marker = Marker(int(said["step"]), said["run"], said["metadata"], said["checksum"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     words = (marker.run or "", marker.metadata or "", marker.checksum)
