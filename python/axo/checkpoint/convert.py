@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from axo.checkpoint import folder as folders
 from axo.checkpoint import safetensors, state
 from axo.checkpoint.parts import Parts
-from axo.checkpoint.reader import read_head, read_state_dict, shapes_of
+from axo.checkpoint.reader import read_head, read_state_dict, tensors_of
 from axo.checkpoint.storage import read_bytes, read_into, read_metadata, save_plain
 from axo.checkpoint.writer import Destination, head, write
 
@@ -110,34 +110,27 @@ def _tensors(path: Path, metadata: Metadata, kind: str, out: Path) -> Iterator[t
 
     The file has no name any more, so nothing of it is left, however the process ends.
     """
-    for name, shape in shapes_of(metadata, kind).items():
-        entry = f"{kind}/{name}"
-        dtype, count = _dtype(metadata, entry), math.prod(shape)
+    for name, (shape, dtype) in tensors_of(metadata, kind).items():
+        count = math.prod(shape)
         with tempfile.NamedTemporaryFile(dir=out.parent, prefix=".axo-") as file:
             os.posix_fallocate(file.fileno(), 0, max(1, count * dtype.itemsize))  # a full disk is an error here
             mapped = torch.from_file(file.name, True, count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
         whole = mapped.view(shape)
-        read_into(path, metadata, {entry: Parts(whole)})
+        read_into(path, metadata, {f"{kind}/{name}": Parts(whole)})
         yield name, whole
 
 
-def _dtype(metadata: Metadata, entry: str) -> torch.dtype:
-    saved: Any = metadata.state_dict_metadata[entry]
-    return saved.properties.dtype
-
-
 def _to_safetensors(path: Path, metadata: Metadata, out: Path) -> None:
-    aliases = read_head(path, metadata)["aliases"]
-    shapes = shapes_of(metadata, state.MODEL)
-    described = {name: (_dtype(metadata, f"{state.MODEL}/{name}"), shape) for name, shape in shapes.items()}
+    tensors = tensors_of(metadata, state.MODEL)
 
-    def tensors() -> Iterator[torch.Tensor]:
-        for name, (dtype, shape) in described.items():
+    def wholes() -> Iterator[torch.Tensor]:
+        for name, (shape, dtype) in tensors.items():
             whole = torch.empty(shape, dtype=dtype)
             read_into(path, metadata, {f"{state.MODEL}/{name}": Parts(whole)})
             yield whole
 
-    safetensors.write(out, described, tensors(), {f"{alias} is": name for alias, name in aliases.items()})
+    aliases = read_head(path, metadata)["aliases"]
+    safetensors.write(out, tensors, wholes(), {f"{alias} is": name for alias, name in aliases.items()})
 
 
 def _to_checkpoint(source: Path, folder: Path, step: int, trust: bool) -> Path:

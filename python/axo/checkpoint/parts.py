@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from axo.placement import Placement, local_ranges
+from axo.sharding import unshard
 
 
 class Parts:
@@ -46,6 +47,15 @@ class Parts:
     def size(self) -> torch.Size:
         """Shape of the whole tensor."""
         return self.shape
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, on every rank; every rank must call it."""
+        return self.local if self.placement is None else unshard(self.local, self.placement)
+
+    @torch.no_grad()
+    def fill(self, whole: torch.Tensor) -> None:
+        """Copy this rank's part out of the whole tensor."""
+        self.local.copy_(whole if self.placement is None else self.placement.take(whole))
 
     def chunk(self, offset: torch.Size | None) -> torch.Tensor:
         """The box that begins at ``offset``, as a view of the part."""

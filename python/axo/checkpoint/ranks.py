@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,6 +114,34 @@ def share_path(comms: Communicators | None, path: Path | None) -> Path | None:
     """Rank 0's path, on every rank."""
     shared = share(checkpoint_group(comms), path and str(path))[0]
     return None if shared is None else Path(shared)
+
+
+@contextmanager
+def on_all_ranks(
+    group: dist.ProcessGroup | None,
+    errors: tuple[type[Exception], ...] = (ValueError,),
+    say: Callable[[Any], str] = str,
+) -> Iterator[dict[str, Any]]:
+    """A block that every rank runs: an error of one rank is every rank's.
+
+    Args:
+        group: The ranks.
+        errors: What is told to the others; anything else is this rank's alone.
+        say: The message of one.
+
+    Yields:
+        A dict: what the block puts there must be the same on all ranks.
+
+    Raises:
+        ValueError: At the end of the block: some rank had an error, or put other values there; the same on every rank.
+    """
+    arguments: dict[str, Any] = {}
+    problem = ""
+    try:
+        yield arguments
+    except errors as error:
+        problem = say(error)
+    agree(group, problem, **arguments)
 
 
 def agree(group: dist.ProcessGroup | None, problem: str, value: Any = None, **arguments: Any) -> Any:

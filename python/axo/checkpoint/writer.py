@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from axo.checkpoint import folder as folders
 from axo.checkpoint import state
 from axo.checkpoint.parts import Parts, SavePlanner
-from axo.checkpoint.ranks import agree, checkpoint_group, number_of, pending, rank_in, share
+from axo.checkpoint.ranks import checkpoint_group, number_of, on_all_ranks, pending, rank_in, share
 from axo.checkpoint.storage import Writer, seal
 from axo.comm.connect import Communicators
 from axo.comm.extension import _C
@@ -124,37 +124,35 @@ def save(
     comms = comms if comms is not None else state.communicators(model)
     group = checkpoint_group(comms)
     entries: dict[str, Any] = {}
-    problem, digest, tensors, part, final = "", "", "", None, Path()
-    try:
+    final, part = Path(), None
+    staged = comms is not None and comms.stages > 1  # a stage may know what another does not
+
+    def say(error: ValueError | OSError | RecursionError) -> str:
+        if isinstance(error, RecursionError):
+            return "checkpoint: extra holds itself, or is nested too deeply; use plain values"
+        return f"checkpoint: {folder} cannot be used: {error.strerror}" if isinstance(error, OSError) else str(error)
+
+    with on_all_ranks(group, (ValueError, OSError, RecursionError), say) as told:
         _check_arguments(folder, name, step, extra, keep, run)
         final = Path(folder).absolute() / (name or folders.name_of(step))
         folders.check_place(final, run)
         entries = _entries(model, optimizer, step, extra, comms)
-        digest = state.digest(extra)
-        of_model = [(name, value.shape, value.local.dtype) for name, value in state.parts(entries).items()]
-        tensors = f"{len(of_model)} tensors, {state.digest(of_model)}"
-    except ValueError as error:
-        problem = str(error)
-    except RecursionError:
-        problem = "checkpoint: extra holds itself, or is nested too deeply; use plain values"
-    except OSError as error:
-        problem = f"checkpoint: {folder} cannot be used: {error.strerror}"
-    staged = comms is not None and comms.stages > 1  # a stage may know what another does not
-    told: dict[str, Any] = {"folder": str(final.parent), "name": name, "step": step, "keep": keep, "run": run}
-    told |= {"async_": async_, "optimizer": state.kind_of(optimizer)}
-    told |= {} if staged else {"model": tensors, "extra": digest}
-    agree(group, problem, **told)
+        told |= {"folder": str(final.parent), "name": name, "step": step, "keep": keep, "run": run}
+        told |= {"async_": async_, "optimizer": state.kind_of(optimizer)}
+        if not staged:
+            tensors = [(name, value.shape, value.local.dtype) for name, value in state.parts(entries).items()]
+            told |= {"model": f"{len(tensors)} tensors, {state.digest(tensors)}", "extra": state.digest(extra)}
     if staged:
         _join_stages(entries, group)
-    if rank_in(group) == 0:
-        try:
-            part = folders.UnfinishedCheckpoint(final, run)
-        except OSError as error:
-            problem = f"checkpoint: {final.parent} cannot be written to: {error.strerror}"
     try:
-        path = Path(agree(group, problem, part and str(part.path)))
+        with on_all_ranks(
+            group, (OSError,), lambda e: f"checkpoint: {final.parent} cannot be written to: {e.strerror}"
+        ):
+            part = folders.UnfinishedCheckpoint(final, run) if rank_in(group) == 0 else None
+        path = Path(share(group, part and str(part.path))[0])
         if async_:
-            agree(group, _stage(entries))
+            with on_all_ranks(group, (MemoryError, RuntimeError), _without_memory):
+                _stage(entries)
     except BaseException:
         if part is not None:
             part.close()
@@ -183,15 +181,14 @@ def save(
     return handle
 
 
-def _stage(entries: dict[str, Any]) -> str:
-    """Replace the entries by copies in host memory. Returns what went wrong, "" where nothing did."""
-    try:
-        for key, value in entries.items():
-            entries[key] = value.staged() if isinstance(value, Parts) else deepcopy(_without_graphs(value))
-    except (MemoryError, RuntimeError) as error:
-        entries.clear()
-        return f"checkpoint: async_=True has no memory for a copy ({state.reason(error)}); save without it"
-    return ""
+def _stage(entries: dict[str, Any]) -> None:
+    """Replace the entries by copies in host memory."""
+    for key, value in entries.items():
+        entries[key] = value.staged() if isinstance(value, Parts) else deepcopy(_without_graphs(value))
+
+
+def _without_memory(error: Exception) -> str:
+    return f"checkpoint: async_=True has no memory for a copy ({state.reason(error)}); save without it"
 
 
 def _without_graphs(value: Any) -> Any:
