@@ -74,35 +74,20 @@ def _to_file(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None
 
 
 def _to_pth(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
-    kinds = (state.MODEL, state.OPTIMIZER) if optimizer else (state.MODEL,)
-    found = {kind: dict(_tensors(path, metadata, kind, out)) for kind in kinds}
     about = read_head(path, metadata)
-    model = found[state.MODEL]
+    model = dict(_tensors(path, metadata, state.MODEL, out))
     model |= {alias: model[name] for alias, name in about["aliases"].items()}
     whole: Any = model
     if optimizer:
         if state.OPTIMIZER not in metadata.state_dict_metadata:
             raise ValueError(f"consolidate: {path} holds no optimizer")
         saved = read_bytes(path, metadata, state.OPTIMIZER)
-        plain = _plain_optimizer(found[state.OPTIMIZER], saved)
+        moments = _tensors(path, metadata, state.OPTIMIZER, out)
+        values = state.optimizer_values(saved, {f"{state.OPTIMIZER}/{name}": each for name, each in moments})
+        plain = state.plain_optimizer(values, saved["groups"])
         whole = {"model": model, "optimizer": plain, "step": about["step"], "extra": about["extra"]}
     with folders.whole_file(out) as unfinished:
         save_plain(whole, unfinished)
-
-
-def _plain_optimizer(tensors: dict[str, torch.Tensor], saved: dict[str, Any]) -> dict[str, Any]:
-    """As ``Optimizer.state_dict`` gives it: parameters by number, in the order of the groups."""
-    values: dict[int, dict[str, Any]] = {}
-    read = state.by_parameter({f"{state.OPTIMIZER}/{name}": tensor for name, tensor in tensors.items()})
-    groups, index = [], 0
-    for group in saved["groups"]:
-        for name in group["params"]:
-            found = saved["values"].get(name, {}) | read.get(name, {})
-            if found:
-                values[index] = found
-            index += 1
-        groups.append(group | {"params": list(range(index - len(group["params"]), index))})
-    return {"state": values, "param_groups": groups}
 
 
 def _tensors(path: Path, metadata: Metadata, kind: str, out: Path) -> Iterator[tuple[str, torch.Tensor]]:

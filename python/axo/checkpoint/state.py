@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from axo.comm.connect import Communicators
 from axo.nn.dropout import Dropout
 from axo.nn.elsewhere import renamed
 from axo.overlap import optimizer_state
-from axo.placement import Placement, placement_of
+from axo.placement import placement_of
 
 MODEL, OPTIMIZER, RNG, HEAD = "model", "optimizer", "rng", "axo"
 FORMAT = 2
@@ -152,17 +153,11 @@ def communicators(model: nn.Module) -> Communicators | None:
     Raises:
         ValueError: They are of two grids.
     """
-    found = [placement.comms for _, placement in _placed(model) if placement.comms is not None]
-    if any(comms is not found[0] for comms in found):
+    placements = [placement_of(parameter) for parameter in model.parameters()]
+    comms = list({id(p.comms): p.comms for p in placements if p is not None and p.comms is not None}.values())
+    if len(comms) > 1:
         raise ValueError("checkpoint: the model's layers lie on different grids; save each grid's part by itself")
-    return found[0] if found else None
-
-
-def _placed(model: nn.Module) -> Iterator[tuple[str, Placement]]:
-    for name, parameter in model.named_parameters():
-        placement = placement_of(parameter)
-        if placement is not None:
-            yield name, placement
+    return comms[0] if comms else None
 
 
 def model_entries(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
@@ -338,14 +333,14 @@ def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]
     Raises:
         ValueError: A group's parameters were in several groups, or it is the state of another kind of optimizer.
     """
-    saved, read = loaded[OPTIMIZER], by_parameter(loaded)
+    saved = loaded[OPTIMIZER]
+    values = optimizer_values(saved, {key: each.local for key, each in loaded.items() if isinstance(each, Parts)})
     group_of = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
-    state: dict[int, dict[str, Any]] = {}
-    groups, index = [], 0
     names = parameter_names(model, optimizer)
     same_groups = len(names) == len(saved["groups"]) and all(
         group_of.get(name) == number for number, of_group in enumerate(names) for name in of_group
     )
+    groups = []
     for number, of_group in enumerate(names):
         sources = {group_of.get(name) for name in of_group} or ({number} if same_groups else set())
         if len(sources) > 1 or None in sources:
@@ -362,15 +357,26 @@ def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]
                 f"checkpoint: the optimizer that was saved is {kind}, and this is {type(optimizer).__name__} (it lacks"
                 f" {', '.join(lacks[:3])}); use the same, or load without one"
             )
-        options = own | options  # the same class of another version of torch may have had fewer
-        options["params"] = list(range(index, index + len(of_group)))
-        groups.append(options)
-        for name in of_group:
-            values = saved["values"].get(name, {}) | {key: parts.local for key, parts in read.get(name, {}).items()}
-            if values:
-                state[index] = values
-            index += 1
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+        groups.append(own | options | {"params": of_group})  # the same class of another torch may have had fewer
+    optimizer.load_state_dict(plain_optimizer(values, groups))
+
+
+def optimizer_values(saved: dict[str, Any], tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Parameter -> key -> value: plain ones are in the entry ``optimizer``, tensors in entries of their own."""
+    values = {name: dict(plain) for name, plain in saved["values"].items()}
+    for name, of_parameter in by_parameter(tensors).items():
+        values.setdefault(name, {}).update(of_parameter)
+    return values
+
+
+def plain_optimizer(values: dict[Any, dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What ``Optimizer.state_dict`` gives: parameters by number, in the order of the groups, which have their names."""
+    number = itertools.count()
+    numbers = {name: next(number) for group in groups for name in group["params"]}
+    return {
+        "state": {index: values[name] for name, index in numbers.items() if values.get(name)},
+        "param_groups": [group | {"params": [numbers[name] for name in group["params"]]} for group in groups],
+    }
 
 
 def _is_plain(value: Any) -> bool:
