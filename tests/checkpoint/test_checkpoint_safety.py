@@ -196,7 +196,7 @@ def test_an_interrupted_wait_does_not_forget_the_save() -> None:
             raise CheckpointError("disk full")
 
     waiting = PendingSave()
-    waiting.save = Interrupted()
+    waiting.save = Interrupted()  # type: ignore[assignment]
     for expected in (KeyboardInterrupt, CheckpointError):
         with pytest.raises(expected):
             waiting.wait()

@@ -22,7 +22,7 @@ from axo.checkpoint import safetensors, state
 from axo.checkpoint.parts import Parts
 from axo.checkpoint.reader import read_head, read_state_dict, tensors_of
 from axo.checkpoint.storage import read_bytes, read_into, read_metadata, save_plain
-from axo.checkpoint.writer import Destination, head, write
+from axo.checkpoint.writer import head, write
 
 
 def consolidate(
@@ -138,5 +138,5 @@ def _to_checkpoint(source: Path, folder: Path, step: int, trust: bool) -> Path:
         part = folders.UnfinishedCheckpoint(final, None)
     except OSError as error:
         raise ValueError(f"consolidate: {final} cannot be written: {error.strerror}") from None
-    write(Destination(final, part.path, part, step), entries)
+    write(entries, part.path, part, final, step)
     return final

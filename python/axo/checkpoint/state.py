@@ -10,12 +10,12 @@ Not here: files; state whose shape is another and whose parameter is split (Adaf
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import random
 import re
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -68,62 +68,44 @@ def reason(error: BaseException) -> str:
 
 def digest(value: Any) -> str:
     """A few letters that are equal for equal plain values and tensors, on whatever rank they were made."""
-    hasher = hashlib.blake2b(digest_size=6)
 
-    def add(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-                return
-            hasher.update(
-                value.detach()
-                .cpu()
-                .resolve_conj()
-                .resolve_neg()
-                .contiguous()
-                .reshape(-1)
-                .view(torch.uint8)
-                .numpy()
-                .data
-            )
-        elif isinstance(value, Mapping):
-            hasher.update(f"dict {len(value)}".encode())
-            for key in sorted(value, key=repr):
-                add(key)
-                add(value[key])
-        elif (numbers := _numbers(value)) is not None:
-            hasher.update(f"{numbers.dtype} {len(numbers)};".encode())
-            hasher.update(numbers.data)
-        elif isinstance(value, list | tuple | set):
-            hasher.update(f"list {len(value)}".encode())
-            for each in sorted(value, key=repr) if isinstance(value, set) else value:
-                add(each)
-        else:
-            hasher.update(f"{type(value).__name__} {value!r};".encode())
-
-    add(value)
-    return hasher.hexdigest()
+    text = repr(_walk(value, _shown, lambda numbers: numbers))
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-def _numbers(value: Any) -> np.ndarray | None:
-    """A list of floats, or of whole numbers of 64 bits, as an array: looked at one by one, each takes 3 us."""
-    kinds = set(map(type, value)) if type(value) in (list, tuple) else None
-    if kinds == {float}:
-        found = np.array(value)
-        found[np.isnan(found)] = np.nan  # all of the same bits
-        return found
-    with contextlib.suppress(OverflowError):
-        return np.array(value, np.int64) if kinds == {int} else None
-    return None
+def _shown(leaf: Any) -> Any:
+    if isinstance(leaf, set):
+        return sorted(map(repr, leaf))  # whose order is another on each rank
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    plain = leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_meta
+    return leaf.dtype, tuple(leaf.shape), hashlib.blake2b(bytes_of(on_host(leaf)) if plain else b"").hexdigest()
 
 
 def without_numbers(value: Any) -> Any:
     """The value without its lists of numbers, which are always saved and read well."""
-    if _numbers(value) is not None:
-        return type(value)()
+    return _walk(value, lambda leaf: leaf, lambda numbers: type(numbers)())
+
+
+def _walk(value: Any, leaf: Callable[[Any], Any], numbers: Callable[[Any], Any]) -> Any:
+    """A plain value with what stands for its leaves, and for its lists of numbers: one by one, each takes 3 us."""
     if type(value) in (list, tuple):
-        return type(value)(map(without_numbers, value))
-    return {key: without_numbers(each) for key, each in value.items()} if type(value) is dict else value
+        if set(map(type, value)) <= {int, float, bool}:
+            return numbers(value)
+        return type(value)(_walk(each, leaf, numbers) for each in value)
+    if type(value) in (dict, OrderedDict):
+        return {key: _walk(value[key], leaf, numbers) for key in sorted(value, key=repr)}
+    return leaf(value)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in host memory, contiguous, its bytes the values that it shows."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def check_storage(name: str, tensor: torch.Tensor) -> None:

@@ -71,7 +71,7 @@ def _write(file: BinaryIO, name: str, item: WriteItem, data: torch.Tensor | io.B
         file.write(view)
         checked = start, len(view), checksum.of(view)
     else:
-        tensor = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        tensor = state.on_host(data)
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # torch.save writes whole storages
         watched = _WatchedFile(file, tensor)
@@ -142,11 +142,6 @@ def _first_error(error: BaseException) -> BaseException:
     while cause is not None and not isinstance(cause, OSError | KeyboardInterrupt):
         cause = cause.__cause__ or cause.__context__
     return cause or error
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def seal(path: Path) -> str:
@@ -288,10 +283,10 @@ class _StoredChunk:
             if len(targets) == 1 and _takes_bytes(targets[0], sizes, dtype):
                 if not targets[0].is_inference():  # what autograd has kept of it, and copies elsewhere, are of others
                     torch.autograd.graph.increment_version(targets[0])
-                self._fill(_bytes_of(targets[0]))
+                self._fill(state.bytes_of(targets[0]))
                 return
             value = torch.empty(sizes, dtype=dtype, device="cpu")  # whatever torch's default device is
-            self._fill(_bytes_of(value))
+            self._fill(state.bytes_of(value))
         for item, target in zip(self._items, targets, strict=True):
             target.copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))
 
