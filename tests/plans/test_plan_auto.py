@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import axo
 from axo.plans.auto.experts import EveryExpert, is_mixture
-from axo.plans.auto.patterns import Wish, wishes
+from axo.plans.auto.patterns import Override, overrides
 from tests.launcher import run_ranks
 from tests.nn.support import (
     assert_close,
@@ -296,7 +296,7 @@ EXPECTED = {
 }
 
 
-def reports_and_wishes(grid):
+def reports_and_overrides(grid):
     comms = axo.connect(grid)
     rows = BATCH // (comms.grid.z * comms.grid.data) * TOKENS
     model, _ = compare(comms, "conv", 1)
@@ -373,8 +373,8 @@ def on_rank_0(comms, words):
     assert len(matching) == (comms.world.rank == 0), [str(one.message) for one in told]
 
 
-def test_reports_wishes_copies_and_generation():
-    run_ranks(reports_and_wishes, 4, "2x2x1x1", timeout=120, preload=PRELOAD)
+def test_reports_overrides_copies_and_generation():
+    run_ranks(reports_and_overrides, 4, "2x2x1x1", timeout=120, preload=PRELOAD)
 
 
 class Blocks(nn.Module):
@@ -430,18 +430,18 @@ def test_only_what_is_proved_stays_split():
 
 def test_grammar_of_patterns():
     names = ["h.0.q_proj", "h.1.q_proj", "lm_head"]
-    found = wishes({"*q_proj": "normal", "h.1.*": "transposed:split->whole", "lm_head": "auto"}, names, names)
+    found = overrides({"*q_proj": "normal", "h.1.*": "transposed:split->whole", "lm_head": "auto"}, names, names)
     assert found == {
-        "h.0.q_proj": Wish("normal", "*q_proj"),
-        "h.1.q_proj": Wish("transposed", "h.1.*", True, False),
+        "h.0.q_proj": Override("normal", "*q_proj"),
+        "h.1.q_proj": Override("transposed", "h.1.*", True, False),
     }
     with pytest.raises(ValueError, match=r"plan\['\*.k_proj'\] matches no layer that can be split; such names are h.0"):
-        wishes({"*.k_proj": "normal"}, names, names)
+        overrides({"*.k_proj": "normal"}, names, names)
     with pytest.raises(ValueError, match=r"matches no layer that can be split; it matches \['norm'\]"):
-        wishes({"norm": "normal"}, names, [*names, "norm"])
+        overrides({"norm": "normal"}, names, [*names, "norm"])
     for value in ("column", "normal:split", "normal: whole->split", 3):
         with pytest.raises(ValueError, match="is not known; use one of"):
-            wishes({"lm_head": value}, names, names)
+            overrides({"lm_head": value}, names, names)
 
 
 def dropout_and_refusals(grid):

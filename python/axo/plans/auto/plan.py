@@ -3,8 +3,7 @@
 Linear, Conv2d, Embedding and transformers' Conv1D become parallel layers. What lies between them is either
 
     split    where tracing proves it (``regions``): chains alternate normal and transposed, nothing is moved
-    heads    attention of classes that are known (``hugging_face``), and where tracing proves that no head sees another
-             (``by_heads``): first projections normal, last transposed
+    heads    attention of families that have a table (``families``): first projections normal, last transposed
     whole    everywhere else, the papers' easy mode: all features on every rank along x and y, rows over z and data. A
              layer cuts its part out of what comes in (its gradient is gathered), and gathers what goes out.
 
@@ -15,7 +14,7 @@ along x and y (with Tesseract, y) take the same rows, and compute the same loss 
 Random numbers that modules draw from torch's default generator agree along x and y (``axo.nn.randomness``). A layer
 whose sizes do not divide either way stays serial, with a warning. Refused over several data ranks: what would be of
 each rank's own rows (``_of_own_rows``), such as batch normalisation. What cannot be known before is compared
-(``alike``).
+(``agreement``).
 """
 
 from __future__ import annotations
@@ -38,16 +37,14 @@ from axo.nn.linear import Linear
 from axo.nn.randomness import SharedRandomness
 from axo.nn.replicated import replicate
 from axo.nn.shared_input import share_inputs
-from axo.plans.auto.alike import Alike
-from axo.plans.auto.by_heads import MOST_LAYERS, Proof, prove
+from axo.plans.auto.agreement import AgreementCheck
+from axo.plans.auto.attention import Attention, Splitter
 from axo.plans.auto.conv1d import Conv1D, is_conv1d
 from axo.plans.auto.decide import Decision, SplitCandidate, decide
 from axo.plans.auto.experts import EveryExpert, is_mixture
-from axo.plans.auto.heads_code import HeadsOf
-from axo.plans.auto.heads_interpreter import NotProved
-from axo.plans.auto.hugging_face import Attention, attention, refuse_resizing, refuse_whole_heads
-from axo.plans.auto.patterns import Wish, wishes
-from axo.plans.auto.regions import CHANNELS, FEATURES, Size, find_regions
+from axo.plans.auto.hugging_face import refuse_resizing
+from axo.plans.auto.patterns import Override, overrides
+from axo.plans.auto.regions import find_regions
 from axo.plans.replace import Replacer, check_no_hooks, hooks_of
 from axo.plans.report import LayerPlan, PlanReport
 
@@ -58,7 +55,7 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     Args:
         model: Any serial module, real or on the meta device.
         replacer: Makes the parallel layers.
-        plan: Patterns over names; empty: no wishes.
+        plan: Patterns over names; empty: none.
 
     Raises:
         Refused: A pattern matches nothing or asks for what cannot be, or the model cannot be split exactly.
@@ -66,69 +63,25 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     comms, grid, arrangement = replacer.comms, replacer.comms.grid, replacer.comms.arrangement
     _check(model, grid, arrangement)
     candidates, serial = _candidates(model, grid, arrangement)
-    wanted = wishes(plan, [c.name for c in candidates], [name for name, _ in model.named_modules()])
-    attentions = _attention(model, candidates, serial, wanted, arrangement.inner, grid.size(arrangement.inner))
-    heads, closed = attentions.choices, {**attentions.known, **attentions.traced}
-    free = [c for c in candidates if c.name not in heads and c.name not in serial]
-    found = find_regions(model, _sizes(free), set(closed))
-    if found.read:
-        why = "another module reads its weight itself"
-        serial |= {c.name: why for c in free if c.module in found.read}
-        free = [c for c in free if c.module not in found.read]
-        found = find_regions(model, _sizes(free), set(closed))
-    choices, inside = decide(free, found.regions, wanted, grid, arrangement)
-    for candidate in free:
-        choice = choices[candidate.name]
-        choice.why = choice.why or f"whole: {found.whole[candidate.module]}"
-        if candidate.module in attentions.reasons and not (choice.split_in or choice.split_out):
-            choice.why = f"attention not by heads: {attentions.reasons[candidate.module]}"
-    choices |= heads
-    choices |= {name: Decision("replicate", why=why) for name, why in serial.items()}
-    ties = _ties(model, candidates, choices)
-    report = PlanReport([_line(c, choices[c.name], grid, arrangement) for c in candidates])
-    names = {module: name for name, module in model.named_modules()}
+    asked = overrides(plan, [c.name for c in candidates], [name for name, _ in model.named_modules()])
+    choices = _choose(model, candidates, serial, asked, grid, arrangement)
+    report = PlanReport([_line(c, choices.layers[c.name], grid, arrangement) for c in candidates])
     for candidate in candidates:  # nothing has changed yet
-        if choices[candidate.name].kind != "replicate":
+        if choices.layers[candidate.name].kind != "replicate":
             check_no_hooks(candidate.module, f"{type(candidate.module).__name__} {candidate.name!r}")
-
-    became: dict[nn.Module, nn.Module] = {}
-    for candidate in candidates:
-        _replace(model, candidate, choices[candidate.name], replacer, as_table=candidate.name in dict(ties))
-        became[candidate.module] = model.get_submodule(candidate.name)
-    for module, axis in inside.items():
-        where, _, child = names[module].rpartition(".")
-        parent, old = model.get_submodule(where), cast(Any, module)
-        if isinstance(module, nn.GroupNorm):
-            replacer.group_norm(parent, child, names[module], axis=axis)
-        else:
-            new = Dropout(old.p, old.inplace, comms=comms, split=(axis, *arrangement.rows)).train(old.training)
-            setattr(parent, child, new)
-        became[module] = getattr(parent, child)
-    for module in list(model.modules()):  # a layer may be known under several names
-        module._modules.update({name: became[child] for name, child in module._modules.items() if child in became})
-    for head, table in ties:
-        model.get_submodule(head).weight = model.get_submodule(table).weight
-    for module, split in attentions.known.items():
-        for attribute, value in split.attributes.items():
-            setattr(module, attribute, value)
-        if grid.size(arrangement.inner) > 1:
-            refuse_whole_heads(module, names[module], split.key_heads)
-        SharedRandomness(comms, (arrangement.inner, *arrangement.rows)).attach(module)
-        for child in split.norms:
-            replicate(module.get_submodule(child), comms, replacer.grad_reduce, sum_over=(arrangement.inner,))
-        for child in split.whole:  # of what the last projection gives, on all ranks alike
-            SharedRandomness(comms, arrangement.rows).attach(module.get_submodule(child))
-    for module, proof in attentions.traced.items():
-        proof.install(module, HeadsOf(names[module], comms, arrangement.inner, arrangement.rows))
+    _replace_all(model, candidates, choices, replacer)
+    names = {module: name for name, module in model.named_modules()}
+    for module, attention in choices.attentions.items():
+        attention.install(module, names[module], comms, replacer.grad_reduce)
     for name, module in list(model.named_modules()):
         if not isinstance(module, ParallelLayer):
-            report.layers += _left_whole(name, module) if name not in choices else []
+            report.layers += _left_whole(name, module) if name not in choices.layers else []
             replicate(module, comms, replacer.grad_reduce)
         if is_mixture(module) and arrangement.row_parts(grid) > 1:
             EveryExpert(module, gathers=grid.z > 1)
     SharedRandomness(comms, arrangement.rows).attach(model)
     if arrangement.row_parts(grid) > 1:
-        Alike(comms, layers=not found.one_way).watch(model)
+        AgreementCheck(comms, layers=not choices.one_way).watch(model)
     share_inputs(model)
     if grid.world_size > 1:
         refuse_resizing(model)
@@ -138,10 +91,6 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     if comms.world.rank == 0:  # all ranks would say the same
         _warn(report)
     return model
-
-
-def _sizes(layers: list[SplitCandidate]) -> dict[nn.Module, Size]:
-    return {c.module: Size(c.into, c.out, CHANNELS if c.type == "conv2d" else FEATURES) for c in layers}
 
 
 def _check(model: nn.Module, grid: Grid, arrangement: Arrangement) -> None:
@@ -160,12 +109,13 @@ def _check(model: nn.Module, grid: Grid, arrangement: Arrangement) -> None:
                 " torch.view_as_real(...), a real parameter, and view it as complex in forward"
             )
     for name, module in model.named_modules():
-        if found := _of_own_rows(module):
-            what, instead = found
+        if reason := _of_own_rows(module):
+            what, instead = reason
+            axes = arrangement.rows[::-1]
             raise Refused(
                 f"parallelize: {name!r} is a {type(module).__name__}, {what} of each rank's own rows"
-                f" on {', '.join(f'{axis}={grid.size(axis)}' for axis in reversed(arrangement.rows))}; {instead}"
-                f" or a grid with {' and '.join(f'{axis}=1' for axis in reversed(arrangement.rows))}"
+                f" on {', '.join(f'{axis}={grid.size(axis)}' for axis in axes)}; {instead}"
+                f" or a grid with {' and '.join(f'{axis}=1' for axis in axes)}"
             )
 
 
@@ -185,9 +135,131 @@ def _of_own_rows(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
+@dataclass
+class _Choices:
+    """What becomes of a model.
+
+    Attributes:
+        layers: Name of each candidate -> its choice.
+        attentions: The modules that are split by heads.
+        inside: The axis of each dropout and group norm among activations that stay split.
+        ties: (head, table) of those that share a weight and stay so.
+        one_way: See ``regions.Traced``.
+    """
+
+    layers: dict[str, Decision] = field(default_factory=dict)
+    attentions: dict[nn.Module, Attention] = field(default_factory=dict)
+    inside: dict[nn.Module, str] = field(default_factory=dict)
+    ties: list[tuple[str, str]] = field(default_factory=list)
+    one_way: bool = False
+
+
+def _choose(
+    model: nn.Module,
+    candidates: list[SplitCandidate],
+    serial: dict[str, str],
+    asked: dict[str, Override],
+    grid: Grid,
+    arrangement: Arrangement,
+) -> _Choices:
+    """Choose for every candidate; ``serial``: those that must stay so, with the reason. The model is as before."""
+    choices = _Choices()
+    whole = _choose_heads(model, [c for c in candidates if c.name not in serial], asked, grid, arrangement, choices)
+    by_heads = dict(choices.layers)
+    while True:
+        free = [c for c in candidates if c.name not in by_heads and c.name not in serial]
+        traced = find_regions(model, {c.module: c.size for c in free}, set(choices.attentions))
+        if not traced.read:
+            break
+        serial |= {c.name: "another module reads its weight itself" for c in free if c.module in traced.read}
+    layers, choices.inside = decide(free, traced.regions, asked, grid, arrangement)
+    for candidate in free:
+        choice = layers[candidate.name]
+        choice.why = choice.why or f"whole: {traced.whole[candidate.module]}"
+        if candidate.module in whole and not (choice.split_in or choice.split_out):
+            choice.why = f"attention not by heads: {whole[candidate.module]}"
+    layers |= {name: Decision("replicate", why=why) for name, why in serial.items()}
+    choices.layers = layers | by_heads
+    choices.ties = _ties(model, candidates, choices.layers)
+    choices.one_way = traced.one_way
+    return choices
+
+
+def _choose_heads(
+    model: nn.Module,
+    candidates: list[SplitCandidate],
+    asked: dict[str, Override],
+    grid: Grid,
+    arrangement: Arrangement,
+    choices: _Choices,
+) -> dict[nn.Module, str]:
+    """Choose for the projections of attention that a table splits; for those of other attention, why it is whole."""
+    sizes = {c.module: c.size for c in candidates if c.type in ("linear", "conv1d")}
+    splitter = Splitter(grid.size(arrangement.inner), sizes)
+    whole: dict[nn.Module, str] = {}
+    done: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        own = [part for part in module.modules() if part in sizes]
+        if module in done or module in sizes or not own:
+            continue
+        try:
+            attention = splitter.split(module, name)
+        except ValueError as error:
+            warnings.warn(f"parallelize: attention is not split by heads: {error}", stacklevel=5)
+            whole |= dict.fromkeys(own, str(error))
+            done |= set(module.modules())
+            continue
+        called = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
+        if attention is None:
+            if len(own) > 1 and ("attention" in called or "attn" in called):
+                why = f"{name}: no table of heads for {type(module).__name__}; one would save what these layers gather"
+                whole |= dict.fromkeys(own, why)
+            continue
+        layers = {f"{name}.{path}": choice for path, choice in attention.layers.items()}
+        if _may_be_split(model, layers, asked):
+            done |= set(module.modules())
+            choices.attentions[module] = attention
+            choices.layers |= {
+                layer: Decision(kind, kind != "normal", kind == "normal", f"heads over {arrangement.inner}", options)
+                for layer, (kind, options) in layers.items()
+            }
+    return whole
+
+
+def _may_be_split(model: nn.Module, layers: dict[str, tuple[str, Any]], asked: dict[str, Override]) -> bool:
+    """Whether the user neither says otherwise nor looks at whole activations: else easy mode for the module."""
+    overridden = [(kind, asked.get(name)) for name, (kind, _) in layers.items()]
+    otherwise = any(one and (one.kind != kind or one.split_in is not None) for kind, one in overridden)
+    return not otherwise and not any(hooks_of(model.get_submodule(name)) for name in layers)
+
+
+def _replace_all(model: nn.Module, candidates: list[SplitCandidate], choices: _Choices, replacer: Replacer) -> None:
+    """Put in all parallel layers, and the dropouts and group norms among activations that stay split."""
+    names = {module: name for name, module in model.named_modules()}
+    tables = {name for tie in choices.ties for name in tie}
+    became: dict[nn.Module, nn.Module] = {}
+    for candidate in candidates:
+        _replace(model, candidate, choices.layers[candidate.name], replacer, as_table=candidate.name in tables)
+        became[candidate.module] = model.get_submodule(candidate.name)
+    for module, axis in choices.inside.items():
+        where, _, child = names[module].rpartition(".")
+        parent, old = model.get_submodule(where), cast(Any, module)
+        if isinstance(module, nn.GroupNorm):
+            replacer.group_norm(parent, child, names[module], axis=axis)
+        else:
+            split = (axis, *replacer.comms.arrangement.rows)
+            new = Dropout(old.p, old.inplace, comms=replacer.comms, split=split)
+            setattr(parent, child, new.train(old.training))
+        became[module] = getattr(parent, child)
+    for module in list(model.modules()):  # a layer may be known under several names
+        module._modules.update({name: became[child] for name, child in module._modules.items() if child in became})
+    for head, table in choices.ties:
+        model.get_submodule(head).weight = model.get_submodule(table).weight
+
+
 def _candidates(model: nn.Module, grid: Grid, arrangement: Arrangement) -> tuple[list[SplitCandidate], dict[str, str]]:
     """The layers of ``model``, and those that must stay serial, with the reason."""
-    found: list[SplitCandidate] = []
+    candidates: list[SplitCandidate] = []
     serial: dict[str, str] = {}
     readers: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -198,7 +270,7 @@ def _candidates(model: nn.Module, grid: Grid, arrangement: Arrangement) -> tuple
             if type(module).__module__.startswith("torch.nn.") and not plain and any(module.children()):
                 readers[f"{name}."] = type(module).__name__
             continue
-        found.append(candidate)
+        candidates.append(candidate)
         module_: Any = module
         if not _is_plain(module):
             serial[name] = "it has parameters, buffers or a forward of its own (weight_norm, pruning, ...)"
@@ -212,11 +284,11 @@ def _candidates(model: nn.Module, grid: Grid, arrangement: Arrangement) -> tuple
             serial[name] = f"algorithm {arrangement.name!r} has no {candidate.type}"
         elif candidate.type == "embedding" and (module_.max_norm or module_.sparse or module_.scale_grad_by_freq):
             serial[name] = "max_norm, sparse or scale_grad_by_freq"
-    for group in _tied(model, found):
+    for group in _tied(model, candidates):
         biased = any(c is not None and c.type == "linear" and c.module.bias is not None for c in group)
         if not _is_table_with_heads(group) or (arrangement.square and biased):  # a bias does not lie as a table
             serial.update({c.name: "shares its weight" for c in group if c is not None})
-    return found, serial
+    return candidates, serial
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -239,7 +311,7 @@ def _is_table_with_heads(group: list[SplitCandidate | None]) -> bool:
 
 def _candidate(name: str, module: Any) -> SplitCandidate | None:
     if type(module) is nn.Linear:
-        return SplitCandidate(name, module, "linear", module.in_features, module.out_features, uneven_out=True)
+        return SplitCandidate(name, module, "linear", module.in_features, module.out_features)
     if type(module) is nn.Conv2d:
         return SplitCandidate(name, module, "conv2d", module.in_channels, module.out_channels)
     if type(module) is nn.Embedding:
@@ -247,87 +319,6 @@ def _candidate(name: str, module: Any) -> SplitCandidate | None:
     if is_conv1d(module):
         return SplitCandidate(name, module, "conv1d", module.nx, module.nf)
     return None
-
-
-@dataclass
-class _Attentions:
-    """Attention modules that are split by heads.
-
-    Attributes:
-        choices: For their projections.
-        known, traced: The modules: of classes that are known, and those that tracing has proved.
-        reasons: Layers of other attention modules -> why these are not split.
-    """
-
-    choices: dict[str, Decision] = field(default_factory=dict)
-    known: dict[nn.Module, Attention] = field(default_factory=dict)
-    traced: dict[nn.Module, Proof] = field(default_factory=dict)
-    reasons: dict[nn.Module, str] = field(default_factory=dict)
-
-
-def _attention(
-    model: nn.Module,
-    candidates: list[SplitCandidate],
-    serial: dict[str, str],
-    wanted: dict[str, Wish],
-    inner: str,
-    ranks: int,
-) -> _Attentions:
-    """The attention modules whose heads ``ranks`` along ``inner`` share."""
-    found = _Attentions()
-    for name, module in model.named_modules():
-        known = attention(module, name, ranks)
-        if isinstance(known, Attention):
-            layers = {f"{name}.{child}": layer for child, layer in known.layers.items()}
-            if _may_be_split(model, layers, wanted):
-                found.known[module] = known
-                found.choices |= _by_heads(layers, inner)
-        elif known:
-            warnings.warn(f"parallelize: attention is not split by heads: {known}", stacklevel=4)
-            found.reasons |= dict.fromkeys(module.modules(), known)
-    sizes = _sizes([c for c in candidates if c.type in ("linear", "conv1d") and c.name not in serial])
-    names = {module: name for name, module in model.named_modules()}
-    tables = {c.module for c in candidates if c.module not in sizes}
-    done = {part for module in found.known for part in module.modules()}
-    for name, module in reversed(list(model.named_modules())):  # what is inside comes first
-        own = [part for part in module.modules() if part in sizes]
-        inside = set(module.modules())
-        if module in sizes or not 2 <= len(own) <= MOST_LAYERS or inside & (done | tables) or not name:
-            continue
-        if type(module).__module__.startswith("torch.nn."):
-            continue
-        try:
-            proof = prove(module, sizes, inner, ranks)
-        except NotProved as error:
-            said = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
-            if "attention" in said or "attn" in said:
-                found.reasons = dict.fromkeys(own, f"{name}: {error}") | found.reasons
-            continue
-        if proof is None:
-            continue
-        layers = {
-            names[layer]: (kind, {"out_blocks": blocks} if len(blocks) > 1 else {})
-            for layer, (kind, blocks) in proof.layers.items()
-        }
-        if _may_be_split(model, layers, wanted):
-            found.traced[module] = proof
-            found.choices |= _by_heads(layers, inner)
-            done |= inside
-    return found
-
-
-def _may_be_split(model: nn.Module, layers: dict[str, tuple[str, Any]], wanted: dict[str, Wish]) -> bool:
-    """Whether the user neither says otherwise nor looks at whole activations: else easy mode for the module."""
-    asked = [(kind, wanted.get(name)) for name, (kind, _) in layers.items()]
-    otherwise = any(wish and (wish.kind != kind or wish.split_in is not None) for kind, wish in asked)
-    return not otherwise and not any(hooks_of(model.get_submodule(name)) for name in layers)
-
-
-def _by_heads(layers: dict[str, tuple[str, dict[str, Any]]], inner: str) -> dict[str, Decision]:
-    return {
-        name: Decision(kind, kind != "normal", kind == "normal", f"heads over {inner}", options)
-        for name, (kind, options) in layers.items()
-    }
 
 
 def _ties(model: nn.Module, candidates: list[SplitCandidate], choices: dict[str, Decision]) -> list[tuple[str, str]]:
@@ -397,9 +388,7 @@ def _replace(
 def _line(candidate: SplitCandidate, choice: Decision, grid: Grid, arrangement: Arrangement) -> LayerPlan:
     """What one row costs in all-gathers: this rank's part, where the axis has more than one."""
     module: Any = candidate.module
-    in_axis, out_axis = choice.axes(arrangement)
-    if candidate.type == "embedding":
-        out_axis = "y"
+    in_axis, out_axis = candidate.axes(choice.kind, arrangement)
     forward = backward = 0
     if choice.kind != "replicate":
         if not choice.split_out and grid.size(out_axis) > 1:
