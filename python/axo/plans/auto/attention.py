@@ -25,11 +25,14 @@ from axo.comm.connect import Communicators
 from axo.nn.randomness import SharedRandomness
 from axo.nn.replicated import replicate
 from axo.placement import check_divides
+from axo.plans.auto.candidate import Decision, SplitCandidate
 from axo.plans.auto.families import Heads, at, table_of
 from axo.plans.auto.hugging_face import refuse_whole_heads
-from axo.plans.auto.regions import Size, graph_of, own_random
+from axo.plans.auto.regions import graph_of, own_random
 from axo.plans.heads import kv_copies
 from axo.plans.replace import hooks_of
+
+NO_TABLE = "no table of heads for"
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,11 @@ class Splitter:
 
     Args:
         ranks: Along the axis that splits heads.
-        sizes: The linear layers of the model that may be split.
+        linear: The linear layers of the model that may be split.
     """
 
     ranks: int
-    sizes: dict[nn.Module, Size]
+    linear: dict[nn.Module, SplitCandidate]
     _tried: dict[str, str] = field(default_factory=dict)  # a form with its sizes -> why its shares do not add up
 
     def split(self, module: nn.Module, name: str) -> Attention | None:
@@ -103,9 +106,9 @@ class Splitter:
 
     def _shares(self, module: nn.Module, name: str, heads: Heads) -> Attention:
         last, *first = (at(module, path) for path in (heads.last, *heads.first))
-        if any(layer not in self.sizes for layer in (last, *first)):
+        if any(layer not in self.linear for layer in (last, *first)):
             raise ValueError(f"{name}: its projections are not all torch.nn.Linear or Conv1D that can be split")
-        width = self.sizes[last].into or 0
+        width = self.linear[last].into or 0
         head_size = getattr(module, "head_dim", None) or getattr(module, "head_size", None) or 1
         count = at(module, heads.counts[0]) if heads.counts else width // head_size
         if not isinstance(count, int) or count < 1 or width % count:
@@ -113,7 +116,7 @@ class Splitter:
         check_divides(name, "query heads", count, "x", self.ranks)
         size, groups, layers = width // count, count, dict[str, tuple[str, dict[str, Any]]]()
         for path, layer in zip(heads.first, first, strict=True):
-            out, options = self.sizes[layer].out, {}
+            out, options = self.linear[layer].out, {}
             if out % size or (len(first) == 1 and out % count):
                 raise ValueError(f"{name}: {path} gives {out} features, which are no heads of {size}")
             if heads.blocks > 1:
@@ -135,6 +138,48 @@ class Splitter:
         )
         _check_parameters(module, name, (*layers, *norms, *heads.after))
         return Attention(heads, layers, attributes, norms, key_heads)
+
+
+def split_attention(
+    model: nn.Module, candidates: list[SplitCandidate], axis: str, ranks: int
+) -> tuple[dict[nn.Module, Attention], dict[nn.Module, str]]:
+    """Decide the projections of attention that ``ranks`` along ``axis`` share, as tables say.
+
+    Returns:
+        The modules that are split; and for the layers of other attention, why it is whole.
+    """
+    linear = {c.module: c for c in candidates if c.type in ("linear", "conv1d") and c.decision is None}
+    splitter = Splitter(ranks, linear)
+    attentions, whole, done = dict[nn.Module, Attention](), dict[nn.Module, str](), set[nn.Module]()
+    for name, module in model.named_modules():
+        own = [part for part in module.modules() if part in linear]
+        if module in done or len(own) < 2:
+            continue
+        try:
+            attention = splitter.split(module, name)
+        except ValueError as error:
+            whole |= dict.fromkeys(own, str(error))
+            done |= set(module.modules())
+            continue
+        called = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
+        if attention is None:
+            if "attention" in called or "attn" in called:
+                why = f"{name}: {NO_TABLE} {type(module).__name__}; one would save what these layers gather"
+                whole |= dict.fromkeys(own, why)
+            continue
+        done |= set(module.modules())
+        layers = [(linear[at(module, path)], *way) for path, way in attention.layers.items()]
+        if any(not _may_be_split(layer, kind) for layer, kind, _ in layers):
+            continue  # easy mode: the user says otherwise, or looks at whole activations
+        attentions[module] = attention
+        for layer, kind, options in layers:
+            layer.decision = Decision(kind, kind != "normal", kind == "normal", f"heads over {axis}", options)
+    return attentions, whole
+
+
+def _may_be_split(layer: SplitCandidate, kind: str) -> bool:
+    asked = layer.override
+    return not hooks_of(layer.module) and (asked is None or (asked.kind == kind and asked.split_in is None))
 
 
 def _check_parameters(module: nn.Module, name: str, known: tuple[str, ...]) -> None:

@@ -11,68 +11,20 @@ normal.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 from axo.arrangement import AXONN, Arrangement
 from axo.grid import Grid
-from axo.plans.auto.patterns import Override
-from axo.plans.auto.regions import CHANNELS, FEATURES, Region, Size
-
-
-@dataclass(frozen=True)
-class SplitCandidate:
-    """A layer that may be split.
-
-    Attributes:
-        name, module: In the serial model.
-        type: "linear", "conv1d", "conv2d" or "embedding".
-        into, out: Features; ``into`` None: an embedding.
-    """
-
-    name: str
-    module: nn.Module
-    type: str
-    into: int | None
-    out: int
-
-    @property
-    def size(self) -> Size:
-        return Size(self.into, self.out, CHANNELS if self.type == "conv2d" else FEATURES)
-
-    def axes(self, kind: str, arrangement: Arrangement = AXONN) -> tuple[str, str]:
-        """The axes that split what comes in and what goes out."""
-        # An embedding has its vocabulary over x and its features over the stream's axis.
-        return arrangement.features(self.type == "embedding" or kind == "transposed")
-
-
-@dataclass
-class Decision:
-    """What becomes of a layer; ``options`` are further arguments of its parallel class."""
-
-    kind: str
-    split_in: bool = False
-    split_out: bool = False
-    why: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
+from axo.plans.auto.candidate import Decision, SplitCandidate
+from axo.plans.auto.regions import Region
 
 
 def decide(
-    candidates: list[SplitCandidate],
-    regions: Iterable[Region],
-    overrides: dict[str, Override],
-    grid: Grid,
-    arrangement: Arrangement = AXONN,
-) -> tuple[dict[str, Decision], dict[nn.Module, str]]:
-    """Choose for every candidate.
-
-    Returns:
-        Name -> choice; and for each dropout and group norm in a region that stays split, the axis that splits its
-        features.
-    """
-    axes = _Axes(candidates, overrides, grid, arrangement)
+    candidates: list[SplitCandidate], regions: Iterable[Region], grid: Grid, arrangement: Arrangement = AXONN
+) -> dict[nn.Module, str]:
+    """Decide every candidate; for each dropout and group norm that stays split, the axis of its features."""
+    axes = _Axes(candidates, grid, arrangement)
     beside: dict[nn.Module, list[Region]] = {candidate.module: [] for candidate in candidates}
     free = [region for region in regions if not axes.spoken_for(region)]
     for region in free:
@@ -88,29 +40,26 @@ def decide(
         if axis := axes.give(region):
             inside |= dict.fromkeys((*region.dropouts, *region.norms), axis)
             next_ones += [other for layer in axes.layers(region) for other in beside[layer]]
-    return {candidate.name: axes.decision(candidate) for candidate in candidates}, inside
+    for candidate in candidates:
+        candidate.decision = axes.decision(candidate)
+    return inside
 
 
 class _Axes:
     """The axes of the regions that have one so far, by layer."""
 
-    def __init__(
-        self, candidates: list[SplitCandidate], overrides: dict[str, Override], grid: Grid, arrangement: Arrangement
-    ) -> None:
+    def __init__(self, candidates: list[SplitCandidate], grid: Grid, arrangement: Arrangement) -> None:
         self.by_module = {candidate.module: candidate for candidate in candidates}
         self.position = {module: number for number, module in enumerate(self.by_module)}
-        self.overrides, self.grid, self.arrangement = overrides, grid, arrangement
+        self.grid, self.arrangement = grid, arrangement
         self.into: dict[nn.Module, str] = {}
         self.out: dict[nn.Module, str] = {}
 
     def spoken_for(self, region: Region) -> bool:
         """Whether the user has said what a layer of the region takes or gives, or that it stays serial."""
-        asked = [(self._asked(layer), "split_in") for layer in region.takers]
-        asked += [(self._asked(layer), "split_out") for layer in region.makers]
+        asked = [(self.by_module[layer].override, "split_in") for layer in region.takers]
+        asked += [(self.by_module[layer].override, "split_out") for layer in region.makers]
         return any(o and (o.kind == "replicate" or getattr(o, side) is not None) for o, side in asked)
-
-    def _asked(self, layer: nn.Module) -> Override | None:
-        return self.overrides.get(self.by_module[layer].name)
 
     def freedom(self, region: Region) -> int:
         """How many axes a region may have."""
@@ -148,16 +97,15 @@ class _Axes:
 
     def _kinds(self, candidate: SplitCandidate, into: str | None, out: str | None) -> list[str]:
         """The kinds of a layer that takes and gives features over these axes (None: whole)."""
-        override = self.overrides.get(candidate.name)
-        kinds = (
-            [override.kind] if override else ["normal"] if candidate.type == "embedding" else ["normal", "transposed"]
-        )
-        return [
-            kind
-            for kind in kinds
-            for in_axis, out_axis in [candidate.axes(kind, self.arrangement)]
-            if into in (None, in_axis) and out in (None, out_axis) and (override or self._fits(candidate, kind, out))
-        ]
+        kinds = ["normal"] if candidate.type == "embedding" else ["normal", "transposed"]
+        if override := candidate.override:
+            kinds = [override.kind]
+        possible = []
+        for kind in kinds:
+            in_axis, out_axis = candidate.axes(kind, self.arrangement)
+            if into in (None, in_axis) and out in (None, out_axis) and (override or self._fits(candidate, kind, out)):
+                possible.append(kind)
+        return possible
 
     def _fits(self, candidate: SplitCandidate, kind: str, out: str | None) -> bool:
         """Whether the layer's features divide over the axes that split them."""
@@ -167,7 +115,7 @@ class _Axes:
 
     def decision(self, candidate: SplitCandidate) -> Decision:
         into, out = self.into.get(candidate.module), self.out.get(candidate.module)
-        override = self.overrides.get(candidate.name)
+        override = candidate.override
         if override is not None:
             why = f"plan {override.pattern!r}"
             if override.kind == "replicate":

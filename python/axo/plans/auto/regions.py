@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +25,9 @@ import torch
 from torch import fx, nn
 
 from axo.nn.init import tied_parameters
+from axo.plans.auto.candidate import SplitCandidate
 
-FEATURES, CHANNELS = "features", "channels"  # the last dim, or the third from the end
+FEATURES, CHANNELS = "features", "channels"  # which dim of an activation is split: the last, or the third from the end
 
 _ELEMENTWISE_MODULES = (
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Softplus),
@@ -40,16 +41,6 @@ _ELEMENTWISE = {
     *("sigmoid", "elu", "celu", "selu", "leaky_relu", "softplus", "mish", "hardswish", "hardtanh", "hardsigmoid"),
     *("logsigmoid", "log_sigmoid", "softsign"),
 }
-_BY_CHANNEL = {"max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "interpolate"}
-
-
-@dataclass(frozen=True)
-class Size:
-    """What tracing needs to know of a layer: its features in and out, and which dim holds them."""
-
-    into: int | None
-    out: int
-    kind: str = FEATURES
 
 
 @dataclass
@@ -81,18 +72,18 @@ class Traced:
     one_way: bool
 
 
-def find_regions(model: nn.Module, sizes: dict[nn.Module, Size], closed: set[nn.Module]) -> Traced:
+def find_regions(model: nn.Module, layers: Iterable[SplitCandidate], closed: set[nn.Module]) -> Traced:
     """Find the regions of ``model``.
 
     Args:
         model: Serial.
-        sizes: The layers that may be split.
+        layers: Those that may be split.
         closed: Modules that are not looked into.
     """
     shared = {module for owners in tied_parameters(model).values() for module, _ in owners}
-    flow = _Flow(sizes, shared)
+    flow = _Flow({layer.module: layer for layer in layers}, shared)
     with own_random() as any_drawn:
-        roots = _roots(model, set(sizes), set(closed))
+        roots = _roots(model, set(flow.layers), set(closed))
         drawn = any_drawn()
     for root, graphs in roots:
         for graph in graphs:
@@ -160,8 +151,8 @@ def own_random() -> Iterator[Callable[[], bool]]:
 class _Flow:
     """Union-find over activations. Keys: (graph, node), and (layer, "in" or "out"), shared by all calls of a layer."""
 
-    def __init__(self, sizes: dict[nn.Module, Size], shared: set[nn.Module]) -> None:
-        self.sizes = sizes
+    def __init__(self, layers: dict[nn.Module, SplitCandidate], shared: set[nn.Module]) -> None:
+        self.layers = layers
         self.shared = shared  # modules whose parameters others have too
         self.parent: dict[Any, Any] = {}
         self.spoilt: dict[Any, str] = {}  # with the first reason
@@ -193,9 +184,9 @@ class _Flow:
             module = modules.get(node.target) if node.op == "call_module" else None
             if node.op == "get_attr":
                 owner = modules.get(str(node.target).rpartition(".")[0])
-                if owner in self.sizes:
+                if owner in self.layers:
                     self.read_by_others.add(owner)
-            if module in self.sizes:
+            if module in self.layers:
                 self._layer(module, node, key, inputs)
                 continue
             kind = self._kind_after(node, module, {self.kinds.get(other) for other in inputs})
@@ -211,17 +202,17 @@ class _Flow:
                 self.inside.append((key, module))
 
     def _layer(self, layer: nn.Module, node: fx.Node, key: Any, inputs: list[Any]) -> None:
-        size = self.sizes[layer]
+        kind = CHANNELS if self.layers[layer].type == "conv2d" else FEATURES
         self.order.append(layer)
         self.join(key, (layer, "out"))
-        self.kinds[key] = size.kind
+        self.kinds[key] = kind
         plain = len(node.args) == 1 and len(inputs) == 1 and not node.kwargs
         if _hooked(layer) or not plain:
             why = "it is called with more than one tensor" if not plain else "hooks look at it"
             self.spoil(why, key, (layer, "in"), *inputs)
-        elif size.into is not None:
+        elif self.layers[layer].into is not None:
             self.join(inputs[0], (layer, "in"))
-            if self.kinds.get(inputs[0]) != size.kind:
+            if self.kinds.get(inputs[0]) != kind:
                 self.spoil("features and channels change places", inputs[0])
 
     def _kind_after(self, node: fx.Node, module: nn.Module | None, kinds: set[str | None]) -> str | None:
@@ -234,19 +225,13 @@ class _Flow:
         name = _name(node)
         if name in _ELEMENTWISE and _only_numbers(node):
             return kind
-        if kind == FEATURES:
-            return CHANNELS if name == "unflatten" and _makes_channels(node) else None
-        if name in _BY_CHANNEL:
-            return kind
-        return FEATURES if _flattens(node, name) else None
+        return CHANNELS if kind == FEATURES and name == "unflatten" and _makes_channels(node) else None
 
     def _kind_after_module(self, module: nn.Module, kind: str | None) -> str | None:
         if type(module) in _ELEMENTWISE_MODULES:
             return kind
         if kind != CHANNELS:
             return None
-        if isinstance(module, nn.Flatten):
-            return FEATURES if (module.start_dim, module.end_dim) == (1, -1) else None
         if type(module) is nn.GroupNorm:  # split where its groups divide over the axis (``decide``)
             return kind if "forward" not in module.__dict__ and module not in self.shared else None
         return kind if type(module) in _CHANNEL_MODULES else None
@@ -254,7 +239,7 @@ class _Flow:
     def reasons(self) -> dict[nn.Module, str]:
         """For each layer whose activations are known to be seen whole: by what."""
         reasons = {}
-        for layer in self.sizes:
+        for layer in self.layers:
             sides = {side: self.spoilt.get(self.find((layer, side)), "") for side in ("in", "out")}
             told = "; ".join(f"{side}: {why}" for side, why in sides.items() if why)
             if layer not in self.order:
@@ -266,7 +251,7 @@ class _Flow:
         """The regions whose sizes agree, in the order in which their layers run."""
         regions: dict[Any, Region] = {}
         for layer in dict.fromkeys(self.order):
-            if self.sizes[layer].into is not None:
+            if self.layers[layer].into is not None:
                 regions.setdefault(self.find((layer, "in")), Region()).takers.add(layer)
             regions.setdefault(self.find((layer, "out")), Region()).makers.add(layer)
         for key, module in self.inside:
@@ -278,17 +263,9 @@ class _Flow:
         return [region for key, region in regions.items() if key not in self.spoilt and self._agree(region)]
 
     def _agree(self, region: Region) -> bool:
-        widths = {self.sizes[layer].out for layer in region.makers}
-        kinds = {self.sizes[layer].kind for layer in region.makers}
-        if len(widths) != 1 or not region.takers:
-            return False
-        (region.width,) = widths
-        for layer in region.takers:
-            size = self.sizes[layer]
-            flattened = CHANNELS in kinds and size.kind == FEATURES  # channel by channel: parts stay parts
-            if (size.into or 0) % region.width or (size.into != region.width and not flattened):
-                return False
-        return True
+        widths = {self.layers[layer].out for layer in region.makers}
+        region.width = max(widths, default=0)
+        return len(widths) == 1 and widths == {self.layers[layer].into for layer in region.takers}
 
 
 def _hooked(module: nn.Module) -> bool:
@@ -323,15 +300,3 @@ def _makes_channels(node: fx.Node) -> bool:
     options = dict(zip(("input", "dim", "sizes"), node.args, strict=False)) | dict(node.kwargs)
     sizes: Any = options.get("sizes")
     return bool(options.get("dim") == -1 and isinstance(sizes, tuple | list) and tuple(sizes) == (-1, 1, 1))
-
-
-def _flattens(node: fx.Node, name: str) -> bool:
-    """Whether channels become features: ``flatten(x, 1)``, or the mean over height and width."""
-    options = dict(zip(("input", "start_dim", "end_dim"), node.args, strict=False)) | dict(node.kwargs)
-    if name == "flatten":
-        return bool(options.get("start_dim") == 1 and options.get("end_dim", -1) == -1)
-    if name == "mean":
-        dims = options.get("start_dim", options.get("dim"))
-        pixels = isinstance(dims, tuple | list) and sorted(dims) in ([2, 3], [-2, -1])
-        return bool(pixels and len(node.args) <= 2 and not options.get("keepdim"))
-    return False
