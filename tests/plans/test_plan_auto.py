@@ -555,7 +555,7 @@ def test_group_norms_stay_between_convolutions():
 
     model = Normed(joined)
     (region,) = regions(model)
-    assert (region.makers, region.takers, region.norms) == ({model.a, model.time}, {model.b}, {model.norm})
+    assert (region.makers, region.takers, region.inside) == ({model.a, model.time}, {model.b}, {model.norm})
     for grid, split in (("4x1x1x1", True), ("8x1x1x1", False)):  # four groups lie on four ranks, not on eight
         layers = layers_of(model)
         inside = decide(layers, [region], axo.Grid.parse(grid))

@@ -38,7 +38,7 @@ def decide(
             continue
         seen.add(id(region))
         if axis := axes.give(region):
-            inside |= dict.fromkeys((*region.dropouts, *region.norms), axis)
+            inside |= dict.fromkeys(region.inside, axis)
             next_ones += [other for layer in axes.layers(region) for other in beside[layer]]
     for candidate in candidates:
         candidate.decision = axes.decision(candidate)
@@ -83,7 +83,8 @@ class _Axes:
 
     def _divides(self, region: Region, axis: str) -> bool:
         ranks = self.grid.size(axis)
-        return not region.width % ranks and not any(norm.num_groups % ranks for norm in region.norms)
+        groups = (module.num_groups for module in region.inside if isinstance(module, nn.GroupNorm))
+        return not any(size % ranks for size in (region.width, *groups))
 
     def _suits(self, region: Region, axis: str) -> bool:
         return all(

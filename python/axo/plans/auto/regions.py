@@ -45,12 +45,11 @@ _ELEMENTWISE = {
 
 @dataclass
 class Region:
-    """Activations that may stay split: the layers that make and take them, their width, what is among them."""
+    """Activations that may stay split: who makes and takes them, dropouts and group norms inside, their width."""
 
     makers: set[nn.Module] = field(default_factory=set)
     takers: set[nn.Module] = field(default_factory=set)
-    dropouts: set[nn.Module] = field(default_factory=set)
-    norms: set[nn.GroupNorm] = field(default_factory=set)
+    inside: set[nn.Module] = field(default_factory=set)
     width: int = 0
 
 
@@ -149,16 +148,16 @@ def own_random() -> Iterator[Callable[[], bool]]:
 
 
 class _Flow:
-    """Union-find over activations. Keys: (graph, node), and (layer, "in" or "out"), shared by all calls of a layer."""
+    """Union-find over activations. Keys: nodes, and (layer, "in" or "out"), which all calls of a layer share."""
 
     def __init__(self, layers: dict[nn.Module, SplitCandidate], shared: set[nn.Module]) -> None:
         self.layers = layers
         self.shared = shared  # modules whose parameters others have too
         self.parent: dict[Any, Any] = {}
         self.spoilt: dict[Any, str] = {}  # with the first reason
-        self.inside: list[tuple[Any, nn.Module]] = []  # dropouts and group norms
-        self.kinds: dict[Any, str | None] = {}
-        self.order: list[nn.Module] = []
+        self.inside: list[tuple[fx.Node, nn.Module]] = []  # dropouts and group norms
+        self.kinds: dict[fx.Node, str | None] = {}
+        self.order: dict[nn.Module, None] = {}
         self.read_by_others: set[nn.Module] = set()
 
     def find(self, key: Any) -> Any:
@@ -180,40 +179,40 @@ class _Flow:
         """Add what one graph says."""
         modules = dict(root.named_modules(remove_duplicate=False))
         for node in graph.nodes:
-            key, inputs = (id(graph), node), [(id(graph), other) for other in node.all_input_nodes]
             module = modules.get(node.target) if node.op == "call_module" else None
             if node.op == "get_attr":
                 owner = modules.get(str(node.target).rpartition(".")[0])
                 if owner in self.layers:
                     self.read_by_others.add(owner)
             if module in self.layers:
-                self._layer(module, node, key, inputs)
+                self._layer(module, node)
                 continue
-            kind = self._kind_after(node, module, {self.kinds.get(other) for other in inputs})
-            self.kinds[key] = kind
+            kind = self._kind_after(node, module, {self.kinds.get(other) for other in node.all_input_nodes})
+            self.kinds[node] = kind
             if kind is None:
-                self.spoil(_what(node, module), key, *inputs)
+                self.spoil(_what(node, module), node, *node.all_input_nodes)
                 continue
-            for other in inputs:
-                self.join(key, other)
-            if isinstance(module, nn.GroupNorm):
-                self.join(key, (module, "through"))  # all its calls have one fate
+            for other in node.all_input_nodes:
+                self.join(node, other)
             if isinstance(module, nn.Dropout | nn.GroupNorm):
-                self.inside.append((key, module))
+                self.inside.append((node, module))
+                if isinstance(module, nn.GroupNorm):
+                    self.join(node, (module, "through"))  # all its calls have one fate
 
-    def _layer(self, layer: nn.Module, node: fx.Node, key: Any, inputs: list[Any]) -> None:
+    def _layer(self, layer: nn.Module, node: fx.Node) -> None:
         kind = CHANNELS if self.layers[layer].type == "conv2d" else FEATURES
-        self.order.append(layer)
-        self.join(key, (layer, "out"))
-        self.kinds[key] = kind
-        plain = len(node.args) == 1 and len(inputs) == 1 and not node.kwargs
-        if _hooked(layer) or not plain:
-            why = "it is called with more than one tensor" if not plain else "hooks look at it"
-            self.spoil(why, key, (layer, "in"), *inputs)
+        self.order[layer] = None
+        self.join(node, (layer, "out"))
+        self.kinds[node] = kind
+        if len(node.args) != 1 or len(node.all_input_nodes) != 1 or node.kwargs:
+            self.spoil("it is called with more than one tensor", node, (layer, "in"), *node.all_input_nodes)
+        elif _hooked(layer):
+            self.spoil("hooks look at it", node, (layer, "in"), *node.all_input_nodes)
         elif self.layers[layer].into is not None:
-            self.join(inputs[0], (layer, "in"))
-            if self.kinds.get(inputs[0]) != kind:
-                self.spoil("features and channels change places", inputs[0])
+            (given,) = node.all_input_nodes
+            self.join(given, (layer, "in"))
+            if self.kinds.get(given) != kind:
+                self.spoil("features and channels change places", given)
 
     def _kind_after(self, node: fx.Node, module: nn.Module | None, kinds: set[str | None]) -> str | None:
         """Which dim of the result holds the features, if they are still apart; None: nothing is known."""
@@ -250,16 +249,13 @@ class _Flow:
     def regions(self) -> list[Region]:
         """The regions whose sizes agree, in the order in which their layers run."""
         regions: dict[Any, Region] = {}
-        for layer in dict.fromkeys(self.order):
+        for layer in self.order:
             if self.layers[layer].into is not None:
                 regions.setdefault(self.find((layer, "in")), Region()).takers.add(layer)
             regions.setdefault(self.find((layer, "out")), Region()).makers.add(layer)
-        for key, module in self.inside:
-            if region := regions.get(self.find(key)):
-                if isinstance(module, nn.GroupNorm):
-                    region.norms.add(module)
-                else:
-                    region.dropouts.add(module)
+        for node, module in self.inside:
+            if region := regions.get(self.find(node)):
+                region.inside.add(module)
         return [region for key, region in regions.items() if key not in self.spoilt and self._agree(region)]
 
     def _agree(self, region: Region) -> bool:
