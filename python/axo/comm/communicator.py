@@ -76,11 +76,7 @@ class group:
             return
         recorded, waits = open_group.recorded, open_group.waits
         open_group.recorded, open_group.waits = [], []
-        try:
-            _C.group_end()
-        finally:
-            for work in recorded:
-                work._recorded = False
+        _C.group_end()
         for work in recorded:
             work.launched()
         if kind is None:
@@ -260,7 +256,7 @@ class Communicator:
         target, result = self._output("all_to_all", source, tensor, out, rows, None)
         received, recv_offsets = rows_to_elements("recv_counts", recv_counts, target, self.size)
         if self._core is None:
-            check_elements("all_to_all", target, source.numel(), source.dtype, "as the input")
+            check_elements("all_to_all", target, source.numel(), source)
         if send_counts is None and recv_counts is None and sent[0] == received[0]:
             return self._run("all_to_all", source, target, result, async_op)
         parts = (sent, send_offsets, received, recv_offsets)
@@ -332,16 +328,14 @@ class Communicator:
             return self._run(what, source, None, None, async_op, *args)
         rows, count = rows_of(source), source.numel()
         if what in ("all_gather", "gather"):
-            rows, count, why = self.size * rows, self.size * count, f"{self.size} ranks with {count} each"
+            rows, count = self.size * rows, self.size * count
         elif what in ("reduce_scatter", "scatter"):
             if rows % self.size:
                 raise ValueError(f"{what}: dim 0 has {rows} rows, which do not divide over {self.size} ranks; pad them")
-            rows, count, why = rows // self.size, count // self.size, f"a part of {count} over {self.size} ranks"
+            rows, count = rows // self.size, count // self.size
         elif out is None:
             return self._run(what, source, source, tensor, async_op, *args, scale=scale)
-        else:
-            why = "as the input"
-        target, result = self._output(what, source, tensor, out, rows, count, why)
+        target, result = self._output(what, source, tensor, out, rows, count)
         return self._run(what, source, target, result, async_op, *args, scale=scale)
 
     def _run(
@@ -403,7 +397,6 @@ class Communicator:
 
     def _pending(self, work: Work, result: Any, async_op: bool) -> Any:
         if open_group.depth:
-            work._recorded = True
             open_group.recorded.append(work)
             if not async_op:
                 open_group.waits.append(work)
@@ -466,14 +459,14 @@ class Communicator:
         return OPS[op]
 
     def _output(
-        self, what: str, source: torch.Tensor, array: Any, out: Any, rows: int, count: int | None, why: str = ""
+        self, what: str, source: torch.Tensor, array: Any, out: Any, rows: int, count: int | None
     ) -> tuple[torch.Tensor, Any]:
         """The tensor that is written: ``out``, of ``count`` elements, or a new one; and what the caller gets for it."""
         if out is None:
             target = source.new_empty((rows, *source.shape[1:]))
             return target, like(target, array)
         target = self._tensor(out, what)
-        check_elements(what, target, target.numel() if count is None else count, source.dtype, why)
+        check_elements(what, target, count, source)
         return target, out
 
     def _check_rank(self, what: str, name: str, rank: int) -> None:

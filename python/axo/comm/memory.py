@@ -98,11 +98,12 @@ def rows_of(tensor: torch.Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 1
 
 
-def check_elements(what: str, out: torch.Tensor, count: int, dtype: torch.dtype, why: str) -> None:
-    if out.dtype != dtype:
-        raise ValueError(f"{what}: out has dtype {out.dtype}, the input {dtype}; they must be equal")
-    if out.numel() != count:
-        raise ValueError(f"{what}: out has {out.numel()} elements, expected {count} ({why})")
+def check_elements(what: str, out: torch.Tensor, count: int | None, source: torch.Tensor) -> None:
+    """Refuse an ``out`` that has not ``count`` elements (None: any) of the dtype of ``source``."""
+    if out.dtype != source.dtype:
+        raise ValueError(f"{what}: out has dtype {out.dtype}, the input {source.dtype}; they must be equal")
+    if count is not None and out.numel() != count:
+        raise ValueError(f"{what}: out has {out.numel()} elements, expected {count} (the input has {source.numel()})")
 
 
 def check_overlap(what: str, source: torch.Tensor, target: torch.Tensor, offset: int) -> None:
@@ -167,7 +168,7 @@ def core_buffers(what: str, source: torch.Tensor | None, target: torch.Tensor | 
         return None if source is None else receive, receive, copies
     send = plain_input(source)
     if not copies:
-        part, whole = sorted((send, target), key=lambda tensor: tensor.nbytes)
+        part, whole = (send, target) if send.nbytes <= target.nbytes else (target, send)
         in_place = what != "all_to_all_v" and part.nbytes < whole.nbytes
         check_overlap(what, whole, part, rank * part.nbytes if in_place else 0)
     return send, receive, copies
@@ -177,17 +178,17 @@ def core_arguments(
     op: str, send: torch.Tensor | None, receive: torch.Tensor | None, size: int, *others: Any
 ) -> tuple[Any, ...]:
     """What the core's call ``op`` takes: addresses, elements of one part, the code of the dtype, and ``others``."""
-    buffers = [tensor for tensor in (send, receive) if tensor is not None]
-    if not buffers:
+    buffer = receive if send is None else send
+    if buffer is None:
         return ()
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (send, receive)]
-    code = DTYPES[buffers[0].dtype]
+    code, sent = DTYPES[buffer.dtype], 0 if send is None else send.data_ptr()
+    received = 0 if receive is None else receive.data_ptr()
     if op == "all_to_all_v":  # counts and offsets of what is sent, and of what comes
-        return addresses[0], *others[:2], addresses[1], *others[2:], code
-    count = min(tensor.numel() for tensor in buffers) // (size if op == "all_to_all" else 1)
+        return sent, *others[:2], received, *others[2:], code
+    count = buffer.numel() if receive is None else min(buffer.numel(), receive.numel())
     if op in ("broadcast", "send", "recv"):  # one buffer
-        addresses = [max(addresses)]
-    return *addresses, count, code, *others
+        return sent or received, count, code, *others
+    return sent, received, count // size if op == "all_to_all" else count, code, *others
 
 
 def physical_memory(device: torch.device) -> int | None:

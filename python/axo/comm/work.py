@@ -67,14 +67,13 @@ class Issuer(Protocol):
 class Work:
     """A pending operation. It keeps its tensors alive; dropping it does not cancel the operation."""
 
-    __slots__ = ("_copies", "_core", "_issuer", "_recorded", "_result")
+    __slots__ = ("_copies", "_core", "_issuer", "_result")
 
     def __init__(self, issuer: Issuer, core: CoreWork | None, result: Any, copies: CopyPairs) -> None:
         self._issuer = issuer
         self._core = core  # None: nothing is pending
         self._result = result
         self._copies = copies  # (to, from): results of tensors that are not contiguous
-        self._recorded = False  # inside a group that is still open
 
     def wait(self) -> Any:
         """Block until the operation is complete; return its result, as the blocking call would.
@@ -118,7 +117,7 @@ class Work:
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, with or without an error. Never blocks."""
-        if self._recorded or not (self._core is None or self._core.is_completed()):
+        if self._core is not None and not self._core.is_completed():
             return False
         if self._copies:
             self._deliver()
@@ -126,7 +125,7 @@ class Work:
 
     def exception(self) -> BaseException | None:
         """The error that the operation ended with; None while it is pending or when it succeeded."""
-        return None if self._core is None or self._recorded else self._core.exception()
+        return None if self._core is None else self._core.exception()
 
     def result(self) -> Any:
         """The result, after waiting for it."""
@@ -137,14 +136,14 @@ class Work:
 
         On a device the time is measured between events of its stream, with ``DeviceOptions(timing=True)`` only.
         """
-        if self._core is None or self._recorded or self._core.exception() is not None:
+        if self._core is None or self._core.exception() is not None:
             return None
         seconds = self._core.seconds()
         return seconds if seconds >= 0 else None
 
     def source(self) -> int | None:
         """The rank whose message a ``recv`` took; None before one has come, and for every other operation."""
-        if self._core is None or self._recorded:
+        if self._core is None:
             return None
         rank = self._core.source()
         return rank if rank >= 0 else None
@@ -172,7 +171,7 @@ class Work:
         future.set_result(self._result)
 
     def _check_issued(self) -> None:
-        if self._recorded:
+        if open_group.depth and self in open_group.recorded:
             raise Error("wait: this operation belongs to an axo.group() that is still open; wait after the block")
 
     def launched(self) -> None:
