@@ -86,8 +86,8 @@ class Communicators:
         self._group = group
         self.world, self.pipeline = everyone, alone("pipeline", self.device)
         if stages > 1:
-            self.world = self._of(everyone, self.stage, self.rank, grid.world_size, "world", "world")
-            self.pipeline = self._of(everyone, self.rank, self.stage, stages, "pipeline", "pipeline")
+            self.world = self._part(everyone, self.stage, self.rank, grid.world_size, "world", "world")
+            self.pipeline = self._part(everyone, self.rank, self.stage, stages, "pipeline", "pipeline")
         self.x, self.y, self.z, self.data = map(self._line, AXES)
         for line in self.communicators:
             line._siblings = tuple(other for other in self.communicators if other is not line)
@@ -115,12 +115,12 @@ class Communicators:
             mine = [line for line in self.communicators if self._owns_process_group or not line._borrowed]
             tell_of(error, [*self._neighbours.values(), *mine])
 
-    def _part(self, of: Communicator, color: int, rank: int, size: int, name: str, axis: str) -> Communicator | None:
+    def _split(self, of: Communicator, color: int, rank: int, size: int, name: str, axis: str) -> Communicator | None:
         """The communicator of the ``size`` ranks of one color, of which this is ``rank``; None: a negative color."""
         return of.split(color, rank, name=name, axis=axis)
 
-    def _of(self, of: Communicator, color: int, rank: int, size: int, name: str, axis: str) -> Communicator:
-        part = self._part(of, color, rank, size, name, axis)
+    def _part(self, of: Communicator, color: int, rank: int, size: int, name: str, axis: str) -> Communicator:
+        part = self._split(of, color, rank, size, name, axis)
         assert part is not None, "its color is not negative"
         return part
 
@@ -128,13 +128,13 @@ class Communicators:
         size, rank = self.grid.size(axis), getattr(self.coords, axis)
         if size == 1:
             return alone(axis, self.device)
-        return self._of(self.world, self.grid.ranks(axis, self.rank)[0], rank, size, axis, axis)
+        return self._part(self.world, self.grid.ranks(axis, self.rank)[0], rank, size, axis, axis)
 
     def among(self, stages: list[int], name: str) -> Communicator | None:
         """A communicator of the ranks of ``pipeline`` that have these stages; None on others. Collective over all."""
         mine = self.stage in stages
         rank = sorted(stages).index(self.stage) if mine else 0
-        return self._part(self.pipeline, 0 if mine else -1, rank, len(stages), name, "pipeline")
+        return self._split(self.pipeline, 0 if mine else -1, rank, len(stages), name, "pipeline")
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -165,7 +165,7 @@ class Communicators:
             return self.axis(axis)
         if (axis, count) not in self._neighbours:
             run, rank = divmod(getattr(self.coords, axis), count)
-            line = self._of(self.axis(axis), run, rank, count, f"{axis}/{count}", axis)
+            line = self._part(self.axis(axis), run, rank, count, f"{axis}/{count}", axis)
             line._siblings = self.communicators
             self._neighbours[axis, count] = line
         return self._neighbours[axis, count]

@@ -243,10 +243,10 @@ class RecordingCommunicators(Communicators):
         self.issued: list[Issued] = []
         name = "world" if stages == 1 else "everyone"
         nobody = alone(name, torch.device("cpu"))
-        everyone = self._of(nobody, 0, rank, grid.world_size * stages, name, name)
+        everyone = self._part(nobody, 0, rank, grid.world_size * stages, name, name)
         super().__init__(grid, rank, everyone, owns_process_group=False, timeout=1.0, stages=stages)
 
-    def _part(self, of: Communicator, color: int, rank: int, size: int, name: str, axis: str) -> Communicator | None:
+    def _split(self, of: Communicator, color: int, rank: int, size: int, name: str, axis: str) -> Communicator | None:
         if color < 0:
             return None
         if size == 1:

@@ -34,8 +34,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from axo.comm import secret
 from axo.comm.extension import _C
-from axo.errors import PeerLost, Timeout, raised
+from axo.errors import Error, PeerLost, Timeout, raised
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between looks at the store
 _CLOSER_LOOK_S = 0.25  # between looks at who has come, and who has died
@@ -148,13 +149,16 @@ class Meeting:
 
     def give_up(self, round_: str, error: Exception) -> None:
         """Tell those who wait in this round, or will, what this rank has raised."""
-        self.store.set(f"{round_}/gave up", f"{self.rank} {raised(error)}")
+        secret.leave(self.store, f"{round_}/gave up", f"{self.rank} {raised(error)}")
 
     def given_up(self, round_: str) -> PeerLost | None:
         """What the others of a round get when a rank has given up in it; None: none has."""
         if not self.store.check([f"{round_}/gave up"]):
             return None
-        rank, _, error = self.store.get(f"{round_}/gave up").decode().partition(" ")
+        try:
+            rank, _, error = secret.read(self.store, f"{round_}/gave up").partition(" ")
+        except secret.Stranger:
+            return None
         return PeerLost(f"{self.who}: rank {rank} {error}", int(rank))
 
     def gather(self, place: str, text: str = "", hint: str = "") -> list[str]:
@@ -168,7 +172,7 @@ class Meeting:
         """
         store, round_, seconds = self.store, self.round(place), self.left()
         keys = [f"{round_}/{other}" for other in range(self.size)]
-        store.set(keys[self.rank], f"{_C.this_thread()}\n{text}")
+        secret.leave(store, keys[self.rank], f"{_C.this_thread()}\n{text}")
         closer_look = 0.0  # at each rank; it costs the store a question a rank
         for waited in _looks():
             if store.check(keys):
@@ -179,7 +183,9 @@ class Meeting:
             if waited < min(seconds, closer_look):
                 continue
             closer_look = waited + _CLOSER_LOOK_S * (1 + self.size // 32)
-            arrived = {other: store.get(key).decode() for other, key in enumerate(keys) if store.check([key])}
+            arrived = {
+                other: self._opened(store.get(key), key, other) for other, key in enumerate(keys) if store.check([key])
+            }
             if (gone := self.given_up(round_)) is not None:
                 raise gone
             late = waited >= seconds or store.check([f"{round_}/late"])
@@ -193,7 +199,18 @@ class Meeting:
                 store.set(f"{round_}/late", "")
                 missing = [other for other in range(self.size) if other not in arrived]
                 raise Timeout(f"{self.who}: ranks {missing} have not come within {waited:.3g} s; {_NOT_COME}{hint}")
-        return [told.decode().partition("\n")[2] for told in store.multi_get(keys)]
+        texts = zip(store.multi_get(keys), keys, range(self.size), strict=True)
+        return [self._opened(*each).partition("\n")[2] for each in texts]
+
+    def _opened(self, data: bytes, key: str, rank: int) -> str:
+        """What a rank has left in the store for the others."""
+        try:
+            return secret.opened(data, key)
+        except secret.Stranger:
+            raise Error(
+                f"{self.who}: rank {rank} does not prove that it knows this rank's secret; every rank of a job has the"
+                " same AXO_SECRET or AXO_SECRET_FILE, or none has one"
+            ) from None
 
 
 def _looks() -> Iterator[float]:
@@ -232,7 +249,7 @@ def store_of_this_start(store: dist.Store, rank: int, world_size: int, seconds: 
                 f"connect (rank {rank} of {world_size}): rank 0 has not come within {seconds:.3g} s; it died at"
                 " start-up, or calls something else first"
             )
-    name = store.get(f"axo/start/{word}").decode()
+    name = secret.read(store, f"axo/start/{word}")
     store.set(f"axo/come/{name}/{rank}", "1")
     return dist.PrefixStore(f"axo/started/{name}", store)
 
@@ -247,7 +264,7 @@ def _lead(store: dist.Store, name: str, world_size: int, seconds: float) -> None
             elif store.check([f"axo/hello/{other}"]):
                 word = store.get(f"axo/hello/{other}").decode()
                 if word != answered:
-                    store.set(f"axo/start/{word}", name)
+                    secret.leave(store, f"axo/start/{word}", name)
                     missing[other] = word
         if not missing:
             return

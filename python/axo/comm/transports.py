@@ -1,7 +1,7 @@
 """Which transport serves a communicator: the one place that decides it.
 
-cpu     one host: shared memory; several: with Gloo between them (axo.comm.hosts)    Communicator
-cuda    NCCL or RCCL, over any hosts                                                 DeviceCommunicator
+cpu     one host: shared memory; several: with TCP between them (axo.comm.wire)    Communicator
+cuda    NCCL or RCCL, over any hosts                                               DeviceCommunicator
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from axo.comm import wire
 from axo.comm.communicator import Communicator
 from axo.comm.device import DeviceCommunicator, DeviceOptions, ask_for_launch_order
 from axo.comm.extension import _C
 from axo.comm.flight import arm
-from axo.comm.hosts import core_between_hosts
 from axo.comm.rendezvous import Meeting, TimeLeft
 from axo.errors import Aborted, PeerLost, Timeout
 
@@ -80,7 +80,8 @@ def host_core(
     hosts = ranks.gather(f"{round_}/host", _C.host_identity()) if size > 1 else []
     try:
         if len(set(hosts)) > 1:
-            core = core_between_hosts(ranks, round_, hosts, name)
+            lines, left = wire.connect(ranks, round_, hosts), int(ranks.left() * 1000)
+            core = _C.create_hosts_communicator(store, round_, rank, lines.data, lines.pulse, hosts, name, left)
         else:
             core = _C.create_host_communicator(store, round_, rank, size, name, int(ranks.left() * 1000))
     except (Aborted, PeerLost, Timeout):

@@ -1,0 +1,152 @@
+// Sends, receives and the pulse of hosts over sockets; see hosts/socket_wire.h.
+#include "hosts/socket_wire.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+#include <set>
+
+#include "base/error.h"
+
+namespace axo::hosts {
+namespace {
+
+constexpr std::chrono::milliseconds kLook{200};  // between looks at a pulse, while no bytes come
+
+std::mutex g_mutex;
+// Of this process; never destroyed, since threads may outlive main.
+std::set<Socket*>& open_sockets() {
+  static auto* const sockets = new std::set<Socket*>;
+  return *sockets;
+}
+
+[[noreturn]] void fail(const char* what, const std::string& why) { throw Error(std::string(what) + ": " + why); }
+
+void set_option(int descriptor, int level, int option, int value) {
+  (void)::setsockopt(descriptor, level, option, &value, sizeof(value));  // what is no TCP socket has none of them
+}
+
+}  // namespace
+
+// In the child of a fork, where only its thread exists.
+void close_sockets_of_parent() {
+  for (Socket* s : open_sockets()) ::close(s->descriptor_.exchange(-1));
+  open_sockets().clear();
+  g_mutex.unlock();
+}
+
+Socket::Socket(int descriptor) : descriptor_(descriptor) {
+  static const int registered =
+      ::pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); }, &close_sockets_of_parent);
+  (void)registered;
+  std::lock_guard<std::mutex> lock(g_mutex);
+  open_sockets().insert(this);
+}
+
+Socket::~Socket() {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  if (open_sockets().erase(this) != 0) ::close(descriptor());
+}
+
+SocketWire::SocketWire(int rank, const std::vector<int>& data, const std::vector<int>& pulse,
+                       std::vector<std::string> hosts)
+    : rank_(rank), hosts_(std::move(hosts)) {
+  for (std::size_t p = 0; p < data.size(); ++p) {
+    auto peer = std::make_unique<Peer>();
+    if (data[p] >= 0) {
+      peer->data = std::make_unique<Socket>(data[p]);
+      set_option(data[p], IPPROTO_TCP, TCP_NODELAY, 1);
+    }
+    if (pulse[p] >= 0) {
+      peer->pulse = std::make_unique<Socket>(pulse[p]);
+      set_option(pulse[p], SOL_SOCKET, SO_KEEPALIVE, 1);
+      set_option(pulse[p], IPPROTO_TCP, TCP_KEEPIDLE, 1);
+      set_option(pulse[p], IPPROTO_TCP, TCP_KEEPINTVL, 1);
+      set_option(pulse[p], IPPROTO_TCP, TCP_KEEPCNT, 60);  // has_pulse() comes first
+    }
+    peers_.push_back(std::move(peer));
+  }
+}
+
+void SocketWire::send(int to, Bytes head, Bytes payload) {
+  iovec parts[2] = {{const_cast<void*>(head.data), head.size}, {const_cast<void*>(payload.data), payload.size}};
+  msghdr message{};
+  message.msg_iov = parts;
+  message.msg_iovlen = 2;
+  while (message.msg_iovlen != 0) {
+    if (message.msg_iov->iov_len == 0) {
+      ++message.msg_iov;
+      --message.msg_iovlen;
+      continue;
+    }
+    const ssize_t sent = ::sendmsg(at(to).data->descriptor(), &message, MSG_NOSIGNAL);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0) fail("send", std::strerror(errno));
+    auto left = static_cast<std::size_t>(sent);
+    for (std::size_t i = 0; i < message.msg_iovlen && left != 0; ++i) {
+      iovec& part = message.msg_iov[i];
+      const std::size_t gone = std::min(left, part.iov_len);
+      part.iov_base = static_cast<char*>(part.iov_base) + gone;
+      part.iov_len -= gone;
+      left -= gone;
+    }
+  }
+}
+
+void SocketWire::receive(int from, void* data, std::size_t bytes) {
+  char* to = static_cast<char*>(data);
+  const Peer& peer = at(from);
+  while (bytes != 0) {
+    // Who watches a host's pulse waits for both; the others leave the waiting to recv.
+    if (peer.pulse) await_bytes(from);
+    const ssize_t came = ::recv(peer.data->descriptor(), to, bytes, peer.pulse ? MSG_DONTWAIT : MSG_WAITALL);
+    if (came < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+    if (came < 0) fail("receive", std::strerror(errno));
+    if (came == 0) fail("receive", "the peer has closed the connection");
+    to += came;
+    bytes -= static_cast<std::size_t>(came);
+  }
+}
+
+void SocketWire::await_bytes(int from) {
+  const Peer& peer = at(from);
+  pollfd both[2] = {{peer.data->descriptor(), POLLIN, 0}, {peer.pulse->descriptor(), POLLIN | POLLRDHUP, 0}};
+  while (both[0].revents == 0) {
+    const int ready = ::poll(both, 2, static_cast<int>(kLook.count()));
+    if (ready < 0 && errno != EINTR) fail("receive", std::strerror(errno));
+    if (ready > 0 && both[1].revents != 0) both[1].fd = -1;  // its process has ended; poll leaves it out
+    if (ready == 0 && both[1].fd >= 0 && !has_pulse(from)) lose_host_of(from);
+  }
+}
+
+// Whether the kernel of a rank's host has answered lately.
+bool SocketWire::has_pulse(int from) const {
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  if (::getsockopt(at(from).pulse->descriptor(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return true;
+  return std::chrono::milliseconds(info.tcpi_last_ack_recv) < kSilence;
+}
+
+void SocketWire::lose_host_of(int rank) {
+  for (std::size_t p = 0; p < peers_.size(); ++p) {
+    if (hosts_[p] != hosts_[static_cast<std::size_t>(rank)]) continue;
+    peers_[p]->silent.store(true, std::memory_order_release);
+    close(static_cast<int>(p));
+  }
+}
+
+void SocketWire::close(int peer) {
+  const auto& socket = at(peer).data;
+  if (socket) ::shutdown(socket->descriptor(), SHUT_RDWR);
+}
+
+}  // namespace axo::hosts
