@@ -465,7 +465,8 @@ std::string HostsCore::loss_of(int rank) const {
   if (!m_.mesh->silent(wire_of(rank))) return "died";
   std::string ranks;
   for (int r : m_.map.ranks_on(m_.map.host_of(rank))) ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
-  return "is lost: its host (ranks " + ranks + ") has answered nothing for " + std::to_string(kSilence.count() / 1000) + " s";
+  return "is lost: its host (ranks " + ranks + ") has answered nothing for " + std::to_string(kSilence.count() / 1000) +
+         " s";
 }
 
 // Under mutex_.

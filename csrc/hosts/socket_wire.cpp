@@ -3,9 +3,9 @@
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
 #include <pthread.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -20,7 +20,7 @@
 namespace axo::hosts {
 namespace {
 
-constexpr std::chrono::milliseconds kLook{200};  // between looks at a pulse, while no bytes come
+constexpr timeval kLook{0, 200000};  // between looks at a pulse, while no bytes come
 
 std::mutex g_mutex;
 // Of this process; never destroyed, since threads may outlive main.
@@ -72,6 +72,7 @@ SocketWire::SocketWire(int rank, const std::vector<int>& data, const std::vector
       set_option(pulse[p], IPPROTO_TCP, TCP_KEEPIDLE, 1);
       set_option(pulse[p], IPPROTO_TCP, TCP_KEEPINTVL, 1);
       set_option(pulse[p], IPPROTO_TCP, TCP_KEEPCNT, 60);  // has_pulse() comes first
+      ::setsockopt(data[p], SOL_SOCKET, SO_RCVTIMEO, &kLook, sizeof(kLook));
     }
     peers_.push_back(std::move(peer));
   }
@@ -106,9 +107,11 @@ void SocketWire::receive(int from, void* data, std::size_t bytes) {
   char* to = static_cast<char*>(data);
   const Peer& peer = at(from);
   while (bytes != 0) {
-    // Who watches a host's pulse waits for both; the others leave the waiting to recv.
-    if (peer.pulse) await_bytes(from);
-    const ssize_t came = ::recv(peer.data->descriptor(), to, bytes, peer.pulse ? MSG_DONTWAIT : MSG_WAITALL);
+    const ssize_t came = ::recv(peer.data->descriptor(), to, bytes, MSG_WAITALL);
+    if (came < 0 && errno == EAGAIN && peer.pulse && !has_pulse(from)) {
+      lose_host_of(from);
+      fail("receive", "its host answers nothing");
+    }
     if (came < 0 && (errno == EINTR || errno == EAGAIN)) continue;
     if (came < 0) fail("receive", std::strerror(errno));
     if (came == 0) fail("receive", "the peer has closed the connection");
@@ -117,23 +120,13 @@ void SocketWire::receive(int from, void* data, std::size_t bytes) {
   }
 }
 
-void SocketWire::await_bytes(int from) {
-  const Peer& peer = at(from);
-  pollfd both[2] = {{peer.data->descriptor(), POLLIN, 0}, {peer.pulse->descriptor(), POLLIN | POLLRDHUP, 0}};
-  while (both[0].revents == 0) {
-    const int ready = ::poll(both, 2, static_cast<int>(kLook.count()));
-    if (ready < 0 && errno != EINTR) fail("receive", std::strerror(errno));
-    if (ready > 0 && both[1].revents != 0) both[1].fd = -1;  // its process has ended; poll leaves it out
-    if (ready == 0 && both[1].fd >= 0 && !has_pulse(from)) lose_host_of(from);
-  }
-}
-
-// Whether the kernel of a rank's host has answered lately.
+// Whether the kernel of a rank's host has answered lately. True where the process at the other end has ended, which
+// says nothing of its host.
 bool SocketWire::has_pulse(int from) const {
   tcp_info info{};
   socklen_t size = sizeof(info);
   if (::getsockopt(at(from).pulse->descriptor(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return true;
-  return std::chrono::milliseconds(info.tcpi_last_ack_recv) < kSilence;
+  return info.tcpi_state != TCP_ESTABLISHED || std::chrono::milliseconds(info.tcpi_last_ack_recv) < kSilence;
 }
 
 void SocketWire::lose_host_of(int rank) {

@@ -55,7 +55,6 @@ class SocketWire final : public Wire {
     std::atomic<bool> silent{false};
   };
   const Peer& at(int rank) const { return *peers_[static_cast<std::size_t>(rank)]; }
-  void await_bytes(int from);
   bool has_pulse(int from) const;
   void lose_host_of(int rank);
 
