@@ -37,6 +37,7 @@ import torch.distributed as dist
 from axo.comm import secret
 from axo.comm.extension import _C
 from axo.errors import Error, PeerLost, Timeout, raised
+from axo.launch import STORE
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between looks at the store
 _CLOSER_LOOK_S = 0.25  # between looks at who has come, and who has died
@@ -59,13 +60,18 @@ class TimeLeft:
 
 
 def launchers_store(rank: int, world_size: int, seconds: float) -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT. Opened here where this is rank 0 and no launcher has opened it.
+    """The file that ``axo.launch`` names, else the store at MASTER_ADDR and MASTER_PORT.
+
+    The latter is opened here where this is rank 0 and no launcher has opened it.
 
     Raises:
         ValueError: The variables are missing, or no port. Timeout: Nobody answers there within ``seconds``, or not all
             ranks have come.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    launch, _, file = os.environ.get(STORE, "").partition(" ")
+    if file and launch == port:  # not where a rank of axo.launch has started torchrun, which gives a port of its own
+        return dist.FileStore(file, -1)  # -1: its folder is removed by who made it
     if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(
             f"connect: RANK and WORLD_SIZE are set, but MASTER_ADDR={address!r} and MASTER_PORT={port!r} do not name a"
