@@ -51,7 +51,8 @@ LEVELS = [
     {"launch", "arrangement"},
     {"comm"},
     {"placement"},
-    {"sharding", "perf", "offload"},
+    {"quantized", "sharding", "perf", "offload"},
+    {"optim"},
     {"overlap"},
     {"matmul"},
     {"nn"},
@@ -171,9 +172,6 @@ def test_imports_go_down_only():
 # Circles of imports inside a package, those for types alone counted, which have still to go. Nothing is added here.
 CIRCLES = [
     "comm: communicator connect counting device memory transports work",
-    "matmul: product shared_input",
-    "nn: chain layer",
-    "overlap: buckets deferred engine events gathers gradients step_check update_trial zero",
 ]
 
 
@@ -210,7 +208,7 @@ def test_no_new_circle_of_imports():
 # Habits that are being given up, in python/axo: a pattern, and how often it stands there still. No number may rise,
 # and what has become less is written down.
 AT_MOST = {
-    r"^\s*(found|here|made|held|known) = ": 184,  # a variable's name says what it is
+    r"^\s*(found|here|made|held|known) = ": 139,  # a variable's name says what it is
     r"__class__ = ": 15,  # an object keeps the class that it was made of
 }
 
@@ -381,7 +379,7 @@ def test_a_class_name_stands_for_one_class():
         for name, line in class_names(path):
             defined.setdefault(name, []).append(place(path, line))
     twice = {name: places for name, places in defined.items() if len(places) > 1}
-    assert "Grid" in defined and "Sum" in defined
+    assert "Grid" in defined and "CoreWork" in defined
     assert set(twice) == set(SHARED_NAMES), {name: twice.get(name) for name in set(twice) ^ set(SHARED_NAMES)}
 
 

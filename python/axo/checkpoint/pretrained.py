@@ -29,7 +29,7 @@ from axo.checkpoint import safetensors
 from axo.checkpoint.folder import check_local, whole_file
 from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
 from axo.checkpoint.state import check_kinds, check_storage, communicators
-from axo.nn.elsewhere import is_stage
+from axo.nn.placeholder import is_stage
 from axo.placement import placement_of
 from axo.sharding import unshard
 

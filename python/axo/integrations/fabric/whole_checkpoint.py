@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from axo.checkpoint.folder import whole_file
 from axo.checkpoint.storage import read_plain
 from axo.integrations.fabric.stages import StageRunner
-from axo.overlap import optimizer_state as shards_said
+from axo.optim import checks
 from axo.placement import Placement, placement_of
 from axo.sharding import unshard
 
@@ -101,7 +101,7 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: StageRunner
     for name, whole in _kept(own, keep, order, stages):
         number, _, key = name.partition("/")
         kept.setdefault(int(number), {})[key] = whole
-    options = [shards_said.without(group) for group in local["param_groups"]]
+    options = [checks.without(group) for group in local["param_groups"]]
     told = [group | {"params": numbers} for group, numbers in zip(options, groups, strict=True)]
     return {"state": kept, "param_groups": told} if keep is not None else {}
 

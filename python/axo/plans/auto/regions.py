@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from axo.nn.init import tied_parameters
-from axo.overlap.gathers import version_of
+from axo.overlap.autograd import version_of
 
 FEATURES, CHANNELS = "features", "channels"  # the last dim, or the third from the end
 

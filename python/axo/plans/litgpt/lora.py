@@ -30,8 +30,8 @@ from axo.matmul.product import no_autocast, refuse_create_graph
 from axo.matmul.products import compute_dtype
 from axo.nn import Dropout, Features, Linear
 from axo.nn.layer import ParallelLayer
-from axo.overlap.exchange import Exchange
-from axo.overlap.gradients import SKIP, wanted
+from axo.overlap.autograd import SKIP, wanted
+from axo.overlap.engine import Exchange
 from axo.placement import Placement
 from axo.plans.litgpt.adapters import own_gradients
 from axo.plans.replace import Replacer
