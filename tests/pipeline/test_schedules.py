@@ -266,7 +266,8 @@ def messages_and_waits(names):
             return send(stage, number)
 
         def waiting(pending, wait=wait, done=done):
-            done.append("wait")
+            if pending._work is not None:  # a sum over an axis of one rank is complete
+                done.append("wait")
             return wait(pending)
 
         with patch.object(axo.pipeline.Stage, "get_bwd_send_ops", sending), patch.object(TracedWork, "wait", waiting):

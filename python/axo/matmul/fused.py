@@ -20,7 +20,7 @@ A layer's own way is always a candidate: product and then all-reduce for the for
 does without this (``axo.overlap``), the all-reduce behind the product dW. Where it wins, nothing is fused. Bytes are
 the same either way; a collective in C chunks is C calls.
 
-Not here: when the engine can hide a collective (``axo.overlap.exchange`` says).
+Not here: when the engine can hide a collective (``axo.overlap.engine`` says).
 """
 
 from __future__ import annotations

@@ -149,7 +149,6 @@ class _Product(torch.autograd.Function):
                     summing = exchange.start_reduce(grad_input, matmul.out_axis) if sums else None
                 del block
                 ctx.held = None
-                exchange.release_block()
             if how_weight != SKIP:
                 hides = how_input != SKIP and input_sum is not None and _hides_sum(ctx)
                 behind = input_sum.products_behind() if hides and input_sum is not None else None
@@ -229,7 +228,7 @@ def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) 
             return exchange.shard_gradient(weight, into)
         kept = exchange.kept_block(how, weight, grad.dtype) if exchange.engine.defers else None
         if kept is not None and products.add_grad_weight(grad, rows, kept):
-            exchange.expect(weight)
+            exchange.engine.expect(weight)
             return None
         into, grad_block = exchange.gradient_buffer(how, weight, math.prod(weight.shape[1:]), grad)
         products.grad_weight(grad, rows, grad_block)

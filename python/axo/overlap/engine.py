@@ -168,6 +168,16 @@ class Engine(Context):
             self.gathers.forget_nodes()  # no output has said which forward pass this is of
             self._begin_backward()
 
+    def expect(self, parameter: torch.Tensor) -> None:
+        """A gradient comes to ``.grad`` later: see that it does at the end of the backward pass under way, if any is.
+
+        None is in the weight phase of a pipeline's micro-batch.
+        """
+        if graph_task() != -1:
+            if self._end is None or self._end() is None:
+                self.join_backward()
+            self.gradients.expect(parameter)
+
     def _begin_backward(self) -> None:
         end = _EndOfBackward(self)
         self._end = weakref.ref(end)
@@ -396,11 +406,6 @@ class Exchange(Route):
         with hidden():
             return self.engine.pool.allocate(tuple(block.shape), dtype, block.device).copy_(block)
 
-    def release_block(self) -> None:
-        """The product of backward is done with the block."""
-        if self.shards > 1:
-            self.engine.gathers.release(self)
-
     def waits_for_gather(self) -> bool:
         """Whether the layer would wait for the gather of its weight: the engine issues none ahead."""
         return self.shards > 1 and not self.engine.gathers.looks_ahead
@@ -467,18 +472,9 @@ class Exchange(Route):
         if behind is None or (how != LATER and has_hooks(parameter)):  # autograd would run them with None
             return product()
         if how == LATER:
-            self.expect(parameter)
+            self.engine.expect(parameter)
         behind.append((parameter, product))
         return None
-
-    def expect(self, parameter: torch.Tensor) -> None:
-        """A gradient comes to ``.grad`` later: see that it does at the end of the backward pass under way, if any is.
-
-        None is in the weight phase of a pipeline's micro-batch.
-        """
-        if graph_task() != -1:
-            self.engine.join_backward()
-            self.engine.gradients.expect(parameter)
 
     def gradient_buffer(
         self, how: str, weight: torch.Tensor, columns: int, like: torch.Tensor
@@ -506,7 +502,7 @@ class Exchange(Route):
     def weight_gradient(self, how: str, weight: torch.Tensor, into: GradientBuffer) -> torch.Tensor | None:
         """Reduce the gradient of the block, in what ``gradient_buffer`` gave; None: it comes to .grad later."""
         if how == LATER:
-            self.expect(weight)
+            self.engine.expect(weight)
             self.engine.gradients.add_weight(self, weight, into)
             return None
         assert isinstance(into, torch.Tensor)
@@ -531,7 +527,7 @@ class Exchange(Route):
     ) -> tuple[GradientBuffer, torch.Tensor]:
         """Memory for this rank's rows of a gradient that is reduced over z already: as ``gradient_buffer``."""
         if how == LATER:
-            self.expect(weight)
+            self.engine.expect(weight)
             slot = self.engine.gradients.shard_buffer(self, weight, columns, like)
             return slot, slot.tensor
         shard = like.new_empty((self.shard_rows, columns))
@@ -553,7 +549,7 @@ class Exchange(Route):
         """
         reductions = self.reductions_of(sum_over) if sum_over else self.vector_reductions
         if how == LATER:
-            self.expect(parameter)
+            self.engine.expect(parameter)
             self.engine.gradients.add_vector(self, parameter, grad, reductions)
             return None
         cast = self.engine.gradients.cast(grad)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -202,7 +202,7 @@ class Gathers:
             if recording and wanted:
                 self._keep(route, gathered, first_run=False)
         elif recording:
-            if wanted and self._admit(route, weight, block):
+            if wanted and (route in self._admitted or self._admit(route, weight, block)):
                 return block, gathered
         elif self._pass == TRAINING and self._admit(route, weight, block):
             self._keep(route, gathered, first_run=True)
@@ -217,14 +217,11 @@ class Gathers:
             gathered = self._reused(route, weight, dtype) or self._ask(route, weight, dtype)
         if self._context.defers and route in self._admitted:
             self._between[route] = gathered
-        return gathered.wait()
-
-    def release(self, route: Route) -> None:
-        """One use in backward is over."""
-        if route in self._kept:
+        if route in self._kept:  # this use is the caller's from now on
             self._kept[route].uses -= 1
             if self._kept[route].uses <= 0:
                 del self._kept[route]
+        return gathered.wait()
 
     # --- how ------------------------------------------------------------------------------------------------------
 
@@ -314,13 +311,15 @@ class Gathers:
         assert axis is not None
         block = whole if route.block_rows == route.padded_rows else whole[: route.block_rows]
         call = partial(context.communicators[axis].all_gather, mine, whole)
-        follows: AbstractContextManager[object] = nullcontext()
-        if brought is not None and pending:
-            follows = brought.shards.after_bringing()
-        elif brought is not None:
+        start = partial(context.start, call, block, "all_gather", axis, route.name, pending=pending)
+        if brought is None:
+            work = start()
+        elif pending:
+            with brought.shards.after_bringing():
+                work = start()
+        else:
             brought.event.block()
-        with follows:
-            work = context.start(call, block, "all_gather", axis, route.name, pending=pending)
+            work = start()
         return Gathered(weight, dtype, block, work if pending else None)
 
     def _fill(

@@ -41,7 +41,6 @@ from axo.overlap.route import Copies, Reduction, Route
 from axo.placement import chunk_bounds, chunk_size
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_NO_HOOKS: tuple[dict, dict] = ({}, {})
 # Blocks that are being scattered, about those of three transformer layers: more would let a slow link fill the memory.
 _AT_ONCE = 16
 _HALF = (torch.bfloat16, torch.float16)
@@ -343,7 +342,7 @@ class Gradients:
         """A gradient of the backward pass under way comes later, so autograd gets None for it now."""
         self._expected.add(id(parameter))
         # It would run hooks with that; they run on the complete gradient. It looks into these very dicts.
-        if has_hooks(parameter):
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             self._take_hooks(parameter)
 
     def _take_hooks(self, parameter: torch.Tensor) -> None:
@@ -564,7 +563,10 @@ class Gradients:
         hooks, give = self._give_hooks_back(), set_gradient if by_rows else None
         for parameter, grad in totals.values():
             grad = grad if grad.dtype == parameter.dtype else self._cast(grad, parameter.dtype)
-            deliver(parameter, grad, hooks.get(id(parameter), _NO_HOOKS), give)
+            if give is None and parameter.grad is None and id(parameter) not in hooks:
+                parameter.grad = grad  # what deliver comes to
+            else:
+                deliver(parameter, grad, hooks.get(id(parameter), ({}, {})), give)
         if not self._context.holding:
             for each in self.deferred.values():
                 each.watch()
