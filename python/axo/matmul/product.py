@@ -223,9 +223,9 @@ def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) 
             return products.grad_weight(grad, rows).to(weight).view(weight.shape)
         scattering = products.scattering(grad) if products.fuses and exchange.waits_for_scatter(how, weight) else None
         if scattering is not None:
-            into, shard = exchange.shard_buffer(how, weight, rows.shape[1], grad)
+            into, shard = exchange.gradient_buffer(how, weight, rows.shape[1], grad, scattered=True)
             products.scatter_grad_weight(scattering, grad, rows, exchange.op, shard)
-            return exchange.shard_gradient(weight, into)
+            return exchange.weight_gradient(how, weight, into, scattered=True)
         kept = exchange.kept_block(how, weight, grad.dtype) if exchange.engine.defers else None
         if kept is not None and products.add_grad_weight(grad, rows, kept):
             exchange.engine.expect(weight)

@@ -477,16 +477,19 @@ class Exchange(Route):
         return None
 
     def gradient_buffer(
-        self, how: str, weight: torch.Tensor, columns: int, like: torch.Tensor
+        self, how: str, weight: torch.Tensor, columns: int, like: torch.Tensor, *, scattered: bool = False
     ) -> tuple[GradientBuffer, torch.Tensor]:
-        """Memory for the gradient of the block: what to pass to ``weight_gradient``, and the block to fill."""
+        """Memory for the gradient of the block: what to pass to ``weight_gradient``, and the block to fill.
+
+        ``scattered``: for this rank's rows of it, which the product itself reduces over z.
+        """
         into: GradientBuffer
         if how == LATER:
-            into = self.engine.gradients.buffer(self, weight, columns, like)
+            into = self.engine.gradients.buffer(self, weight, columns, like, scattered=scattered)
         else:
-            into = like.new_empty((self.padded_rows, columns))
+            into = like.new_empty((self.shard_rows if scattered else self.padded_rows, columns))
         buffer = into.tensor if isinstance(into, Slot) else into
-        if self.padded_rows == self.block_rows:
+        if scattered or self.padded_rows == self.block_rows:
             return into, buffer
         buffer[self.block_rows :].zero_()
         return into, buffer[: self.block_rows]
@@ -499,7 +502,9 @@ class Exchange(Route):
         kept = self.engine.gradients.kept_block(weight, dtype) if how == LATER else None
         return None if kept is None else kept[: self.block_rows]
 
-    def weight_gradient(self, how: str, weight: torch.Tensor, into: GradientBuffer) -> torch.Tensor | None:
+    def weight_gradient(
+        self, how: str, weight: torch.Tensor, into: GradientBuffer, *, scattered: bool = False
+    ) -> torch.Tensor | None:
         """Reduce the gradient of the block, in what ``gradient_buffer`` gave; None: it comes to .grad later."""
         if how == LATER:
             self.engine.expect(weight)
@@ -507,7 +512,7 @@ class Exchange(Route):
             return None
         assert isinstance(into, torch.Tensor)
         grad = self.engine.gradients.cast(into)
-        if self.shards > 1:
+        if self.shards > 1 and not scattered:
             grad = self.engine.communicators[self.shard_axis].reduce_scatter(grad, op=self.op)
         grad = self._now(grad, self.weight_reductions, self.weight_copies)
         return grad[: self.shard_rows].to(weight).view(weight.shape)
@@ -521,24 +526,6 @@ class Exchange(Route):
         if self.shards == 1 or self.engine.reduce_dtype is not None:  # the product reduces in its own dtype
             return False
         return how == NOW or (not self.engine.overlap.reduce_scatter and self.engine.gradients.takes_shard_of(weight))
-
-    def shard_buffer(
-        self, how: str, weight: torch.Tensor, columns: int, like: torch.Tensor
-    ) -> tuple[GradientBuffer, torch.Tensor]:
-        """Memory for this rank's rows of a gradient that is reduced over z already: as ``gradient_buffer``."""
-        if how == LATER:
-            self.engine.expect(weight)
-            slot = self.engine.gradients.shard_buffer(self, weight, columns, like)
-            return slot, slot.tensor
-        shard = like.new_empty((self.shard_rows, columns))
-        return shard, shard
-
-    def shard_gradient(self, weight: torch.Tensor, into: GradientBuffer) -> torch.Tensor | None:
-        """What ``shard_buffer`` gave is filled: reduce it over data; None: it comes to .grad later."""
-        if isinstance(into, Slot):
-            self.engine.gradients.add_shard(self, into)
-            return None
-        return self._now(into, self.weight_reductions, self.weight_copies).to(weight).view(weight.shape)
 
     def vector_gradient(
         self, how: str, parameter: torch.Tensor, grad: torch.Tensor, sum_over: tuple[str, ...] = ()

@@ -352,10 +352,15 @@ class Gradients:
             if table:
                 table.clear()
 
-    def buffer(self, route: Route, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> GradientBuffer:
-        """Where a product may put the gradient of the block: a Slot where that is its last place, else a tensor."""
-        shape = (route.padded_rows, columns)
-        last = route.shards == 1 and self._reduced_in(like) == like.dtype
+    def buffer(
+        self, route: Route, parameter: torch.Tensor, columns: int, like: torch.Tensor, *, scattered: bool
+    ) -> GradientBuffer:
+        """Where a product may put the gradient of the block: a Slot where that is its last place, else a tensor.
+
+        ``scattered``: this rank's rows of it, which the product itself reduces over z.
+        """
+        shape = (route.shard_rows if scattered else route.padded_rows, columns)
+        last = scattered or (route.shards == 1 and self._reduced_in(like) == like.dtype)
         if last and not self._context.defers:
             return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_reductions)
         return self._context.pool.allocate(shape, like.dtype, like.device)
@@ -374,17 +379,6 @@ class Gradients:
     def takes_shard_of(self, parameter: torch.Tensor) -> bool:
         """Whether its product may reduce this gradient over z: nothing that ``no_sync`` kept is added to it before."""
         return not self._context.defers and id(parameter) not in self.deferred
-
-    def shard_buffer(self, route: Route, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Slot:
-        """Where a gradient goes that its product reduces over z: this rank's rows."""
-        shape = (route.shard_rows, columns)
-        return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_reductions)
-
-    def add_shard(self, route: Route, slot: Slot) -> None:
-        """The slot holds this rank's rows of a gradient: reduce it in time."""
-        slot.copies = route.weight_copies
-        if slot.bucket is not None:
-            self.buckets.ready(slot.bucket)
 
     def add_weight(self, route: Route, parameter: torch.Tensor, into: GradientBuffer) -> None:
         """The gradient of the block is in what ``buffer`` gave, or in any padded buffer: reduce it in time."""
@@ -435,17 +429,16 @@ class Gradients:
     # --- on its way -----------------------------------------------------------------------------------------------
 
     def _send_weight(self, route: Route, parameter: torch.Tensor, into: GradientBuffer) -> None:
+        rows, scatter = route.padded_rows // route.shards, None
         if isinstance(into, Slot):
-            self.add_shard(route, into)
-            return
-        rows = route.padded_rows // route.shards
-        slot = self.buckets.slot(parameter, (rows, into.shape[1]), route.shard_rows, into, route.weight_reductions)
-        if route.shards == 1:
-            slot.tensor.copy_(into)
-            self.add_shard(route, slot)
-            return
+            slot = into
+        else:
+            slot = self.buckets.slot(parameter, (rows, into.shape[1]), route.shard_rows, into, route.weight_reductions)
+            if route.shards == 1:
+                slot.tensor.copy_(into)
+            else:
+                slot.arriving = scatter = self._start_scatter(route, into, slot.tensor)
         slot.copies = route.weight_copies
-        slot.arriving = scatter = self._start_scatter(route, into, slot.tensor)
         if slot.bucket is not None:
             self.buckets.ready(slot.bucket)
         if scatter is None:
