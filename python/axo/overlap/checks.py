@@ -18,7 +18,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.parallel import DistributedDataParallel
 
 from axo.comm.connect import Communicators
-from axo.comm.counting import active as counting
+from axo.comm.counting import observers as counting
 from axo.errors import Refused
 
 

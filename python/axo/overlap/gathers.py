@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 
 from axo.comm.communicator import group
-from axo.offload.lane import CopyEvent
+from axo.offload.copy_stream import CopyEvent
 from axo.offload.shards import Shards
 from axo.overlap.autograd import graph_task
 from axo.overlap.dispatch_modes import dispatch_modes, hidden
