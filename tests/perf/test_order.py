@@ -21,11 +21,10 @@ from torch.utils.checkpoint import checkpoint
 import axo
 from axo.comm.counting import observers as watch
 from axo.grid import Grid
-from axo.overlap.buckets import Buckets
+from axo.overlap.engine import Exchange
 from axo.overlap.events import TracedWork
-from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import Gathers
-from axo.overlap.gradients import Gradients
+from axo.overlap.gradients import Buckets, Gradients
 from axo.perf import machine, readers, step_operations
 from axo.perf.chrome_trace import COMPUTE
 from axo.perf.layer_time import RunOptions
@@ -108,10 +107,10 @@ def broken(what: str) -> Iterator[None]:
         return changed
 
     def a_bucket_each(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(self: Buckets, slot: Any, arriving: Any = None) -> None:
-            plain(self, slot, arriving)
-            if slot.bucket.kind in self._open:
-                self._close(slot.bucket.kind)
+        def changed(self: Buckets, bucket: Any) -> None:
+            plain(self, bucket)
+            if bucket.kind in self._open:
+                self._close(bucket.kind)
 
         return changed
 

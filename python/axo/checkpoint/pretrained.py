@@ -30,7 +30,7 @@ from axo.checkpoint import safetensors, state
 from axo.checkpoint.folder import check_local, whole_file
 from axo.checkpoint.parts import Parts
 from axo.checkpoint.ranks import checkpoint_group, on_all_ranks, rank_in
-from axo.nn.elsewhere import is_stage
+from axo.nn.placeholder import is_stage
 
 _INDEX = "model.safetensors.index.json"
 _TENSORS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")

@@ -25,7 +25,7 @@ from axo.checkpoint.parts import Parts
 from axo.checkpoint.ranks import checkpoint_group, number_of, on_all_ranks, rank_in, share
 from axo.checkpoint.storage import read_bytes, read_into, read_metadata, read_plain
 from axo.comm.connect import Communicators
-from axo.nn.elsewhere import renamed
+from axo.nn.placeholder import renamed
 from axo.overlap.model import engines
 
 # What reading raises of files that hold other things than a save writes; most of our own code, as it takes them apart.

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from axo.checkpoint.parts import Parts
 from axo.comm.connect import Communicators
 from axo.nn.dropout import Dropout
-from axo.nn.elsewhere import renamed
-from axo.overlap import optimizer_state
+from axo.nn.placeholder import renamed
+from axo.optim import checks
 from axo.placement import placement_of
 
 MODEL, OPTIMIZER, RNG, HEAD = "model", "optimizer", "rng", "axo"
@@ -230,7 +230,7 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
                         f" {type(value).__name__}, which is neither a tensor nor a plain value"
                     )
     options = [
-        {key: _of_python(value) for key, value in optimizer_state.without(group).items()} | {"params": of_group}
+        {key: _of_python(value) for key, value in checks.without(group).items()} | {"params": of_group}
         for group, of_group in zip(optimizer.param_groups, names, strict=True)
     ]
     entries[OPTIMIZER] = {"kind": kind_of(optimizer), "groups": options, "values": values}

@@ -6,7 +6,7 @@
     (module,) = axo.pipeline.split(model, comms, cuts="even")
     axo.init_weights(model, model._init_weights)                # the values of the whole model, of this stage's layers
 
-``model`` becomes this rank's part: where another rank has a layer stands ``axo.nn.elsewhere.Elsewhere``, without
+``model`` becomes this rank's part: where another rank has a layer stands ``axo.nn.placeholder.Placeholder``, without
 parameters. Optimizer, checkpoints, clipping and first values take ``model`` as ever. With one stage a rank, the stage
 is ``model`` itself; with several, each is a view of it that has its own blocks only.
 
@@ -30,11 +30,11 @@ from torch import nn
 from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
 from axo.errors import Refused
-from axo.nn.elsewhere import Elsewhere, renamed, set_shared
 from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
+from axo.nn.placeholder import Placeholder, renamed, set_shared
+from axo.optim.zero import set_gradient, zero_gradient
 from axo.overlap.model import detach, engines
-from axo.overlap.zero import set_gradient, zero_gradient
 from axo.perf import hugging_face, readers
 from axo.perf.cut import bounds_of, planned
 from axo.perf.pipeline_schedule import LOOP, V, rank_of, stages_of
@@ -53,7 +53,7 @@ class PipelinePart:
         index: Which of them the module is; of a rank's whole part with several stages, the first.
         features: Features of the residual stream on this rank: its last dim.
         token_ranks: Ranks that the tokens of the residual stream are split over.
-        tied: Ranks that hold one tensor together (``axo.nn.elsewhere.renamed``), this one among them; None: none.
+        tied: Ranks that hold one tensor together (``axo.nn.placeholder.renamed``), this one among them; None: none.
     """
 
     stages: int
@@ -121,7 +121,7 @@ def split(
     part = replace(_tie(model, family, comms, stages, order, home), stages=stages, index=mine[0])
     for name, stage in home.items():
         if stage not in mine:
-            _put(model, name, Elsewhere(model.get_submodule(name).to("meta"), _gives(family, name)))
+            _put(model, name, Placeholder(model.get_submodule(name).to("meta"), _gives(family, name)))
     setattr(model, PART, part)
     views = views or len(mine) > 1
     attach_alike = detach(model) if views else None
@@ -132,7 +132,7 @@ def split(
             module = view(model)
             for name, stage in home.items():
                 if stage in mine and stage != index:
-                    _put(module, name, Elsewhere(None, _gives(family, name)), in_view=True)
+                    _put(module, name, Placeholder(None, _gives(family, name)), in_view=True)
         setattr(module, PART, replace(part, index=index))
         found.append(module)
     for kept in model.modules():

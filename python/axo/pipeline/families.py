@@ -37,7 +37,7 @@ class Family:
     Attributes:
         blocks: Name of the list of blocks.
         before, after: Names of the modules of the first and of the last stage; what a call of each is to give where it
-            is elsewhere (``axo.nn.elsewhere.Elsewhere``).
+            is elsewhere (``axo.nn.placeholder.Placeholder``).
         block_gives: The same of a block.
         table: Name of the table of token ids; "": none, and the residual stream has ``config.hidden_size`` features.
         finish: Prepares the module of one stage; told whether it is the first and whether it is the last.

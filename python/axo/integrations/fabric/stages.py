@@ -27,7 +27,7 @@ from axo import pipeline
 from axo.checkpoint.ranks import checkpoint_group, share
 from axo.comm.connect import Communicators
 from axo.errors import Refused
-from axo.nn.elsewhere import Elsewhere, renamed
+from axo.nn.placeholder import Placeholder, renamed
 from axo.perf.pipeline_schedule import rank_of
 from axo.pipeline.cut import part_of, view
 
@@ -316,7 +316,7 @@ class _OwnBlocks(nn.ModuleList):
     """The blocks of the whole model by number; who goes through them meets those of this rank."""
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return (block for block in self._modules.values() if not isinstance(block, Elsewhere))  # type: ignore[misc]
+        return (block for block in self._modules.values() if not isinstance(block, Placeholder))  # type: ignore[misc]
 
 
 def _begins(part: torch.Tensor, whole: torch.Tensor) -> bool:

@@ -69,7 +69,7 @@ from axo.integrations.fabric.recorded_init import RecordedInit
 from axo.integrations.fabric.stages import StagedLogits, StageRunner, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
 from axo.nn.layer import is_parallel
-from axo.overlap.step_check import check_update
+from axo.optim.checks import check_update
 from axo.pipeline import check_microbatches
 
 COUNTS = ("ranks", "data")

@@ -30,7 +30,7 @@ from axo.checkpoint.parts import Parts
 from axo.checkpoint.state import plain_optimizer
 from axo.checkpoint.storage import read_plain
 from axo.integrations.fabric.stages import StageRunner
-from axo.overlap import optimizer_state as shards_said
+from axo.optim import checks
 from axo.placement import Placement, placement_of
 
 Keep = Callable[[torch.Tensor], Any]
@@ -107,7 +107,7 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: StageRunner
     values: dict[Any, dict[str, Any]] = {}
     for (name, key), whole in _whole(parts, keep, stages).items():
         values.setdefault(name, {})[key] = whole
-    options = [shards_said.without(group) for group in optimizer.param_groups]
+    options = [checks.without(group) for group in optimizer.param_groups]
     groups = [group | {"params": names} for group, names in zip(options, of_all_stages, strict=True)]
     return plain_optimizer(values, groups) if keep is not None else {}
 
