@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import functools
 import importlib
 import inspect
 import json
@@ -82,11 +81,11 @@ class Parsed:
             ValueError: A class refuses what it is made with.
         """
         try:
-            made = self.parser.instantiate_classes(self.litgpt)
+            values = self.parser.instantiate_classes(self.litgpt)
         except (OSError, TypeError, ValueError, LookupError) as error:
             raise ValueError(f"litgpt: {self.command}: {_innermost(str(error))}") from None
-        known = inspect.signature(function).parameters
-        return {key: value for key, value in made.items(branches=True) if key in known}
+        parameters = inspect.signature(function).parameters
+        return {key: value for key, value in values.items(branches=True) if key in parameters}
 
 
 def parse(command: str, function: Callable[..., Any], arguments: list[str]) -> Parsed:
@@ -99,31 +98,21 @@ def parse(command: str, function: Callable[..., Any], arguments: list[str]) -> P
     Raises:
         ValueError: One line: the option, what it was given, and what it wants.
     """
-    stock = _parser(command, function)
-    parser = _parser(command, function)
+    from jsonargparse import capture_parser
+    from litgpt.utils import CLI
+
+    from axo.integrations.litgpt import text_data as text_data  # so that --data LocalText is found
+
+    parser = capture_parser(lambda: CLI(function))
+    parser.prog = f"axo litgpt {command}"
+    parser.exit_on_error = False  # it would print its usage, forty lines
     axo_options.add_to(parser)
     words = _with_files(arguments)
     try:
         parsed = parser.parse_args(words)
     except (argparse.ArgumentError, TypeError, ValueError) as error:  # the last two: of a class that an option names
         raise ValueError(f"litgpt: {_said(command, function, parser, arguments, str(error))}") from None
-    return Parsed(command, stock, axo_options.take_from(parsed), parsed)
-
-
-def _parser(command: str, function: Callable[..., Any]) -> Any:
-    import docstring_parser
-    from jsonargparse import capture_parser
-    from litgpt.utils import CLI
-
-    from axo.integrations.litgpt import text_data as text_data  # so that --data LocalText is found
-
-    if not hasattr(docstring_parser.parse_from_object, "cache_info"):
-        # It reads the sources of all classes that an option may name, anew for each parser.
-        docstring_parser.parse_from_object = functools.cache(docstring_parser.parse_from_object)
-    parser = capture_parser(lambda: CLI(function))
-    parser.prog = f"axo litgpt {command}"
-    parser.exit_on_error = False  # it would print its usage, forty lines
-    return parser
+    return Parsed(command, parser, axo_options.take_from(parsed), parsed)
 
 
 def _with_files(arguments: list[str]) -> list[str]:
@@ -150,7 +139,7 @@ def _with_files(arguments: list[str]) -> list[str]:
             continue  # the parser reads it, now that it is known to be small
         if not isinstance(content, dict):
             raise ValueError(f"litgpt: --model_config {value} holds no fields of a model, such as n_layer: 4")
-        replaced[at] = f"--model_config={json.dumps(content)}" if equals else json.dumps(content)
+        replaced[at] = f"{option}={json.dumps(content)}" if equals else json.dumps(content)
     return replaced
 
 
@@ -216,21 +205,19 @@ def _of_data(error: str) -> str:
     known["LocalText"] = LocalText
     if named := re.search(r"Expected a dot import path string: (\S+)|Unexpected import path format: (\S+)", error):
         name = named[1] or named[2]
-        return f"--data {name} is no data module of LitGPT's; {_meant(name, known)}"
+        return f"--data {name} is no data module of LitGPT's; {meant(name, known)}"
     made = re.search(r"class_path '(?:[\w.]+\.)?(\w+)'", error)
     if made is None:
         return ""
     kind = known.get(made[1], bases[0])
     if unknown := re.search(r"Key '([\w.]+)' is not expected", error):
-        return (
-            f"--data.{unknown[1]} is no option of {made[1]}; {_meant(unknown[1], inspect.signature(kind).parameters)}"
-        )
+        return f"--data.{unknown[1]} is no option of {made[1]}; {meant(unknown[1], inspect.signature(kind).parameters)}"
     if missing := re.search(r'Key "(\w+)" is required', error):
         return f"--data.{missing[1]} is missing; {made[1]} wants it"
     return ""
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
+def meant(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), 1)
     return f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
 

@@ -22,6 +22,9 @@ from torch import nn
 
 from axo import files
 from axo.integrations.fabric.strategy import AxoStrategy
+from axo.integrations.litgpt.options import Options
+from axo.offload import Offload
+from axo.perf import cut
 
 _SAMPLES = "samples_per_iteration"
 
@@ -63,6 +66,11 @@ class LitGPTStrategy(AxoStrategy):
             state["iter_num"] = self._iterations(path, state, then)
         return rest
 
+    def _agree(self) -> None:
+        super()._agree()
+        if self.step_agreement is not None and self.step_agreement.stop:
+            self.train.save_interval = 1  # the loop saves after this step, and before the next one it ends
+
     def _samples(self) -> int:
         return self.train.micro_batch_size * self.data_ranks
 
@@ -83,6 +91,26 @@ class LitGPTStrategy(AxoStrategy):
                 " change --train.micro_batch_size or the grid"
             )
         return iterations
+
+
+def strategy_of(options: Options, **more: Any) -> LitGPTStrategy:
+    """The strategy that is asked for, with ``more`` arguments of it.
+
+    Raises:
+        ValueError: The strategy refuses them.
+    """
+    return LitGPTStrategy(
+        options.grid,
+        algorithm=options.algorithm,
+        sharded=options.sharded,
+        vocab_loss=options.vocab_loss,
+        pipeline=options.pipeline,
+        schedule=options.schedule or "1f1b",
+        cuts=cut.read(options.cuts or "even"),
+        microbatches=options.microbatches or None,
+        offload=None if options.offload == "none" else Offload.parse(options.offload, options.offload_dir or None),
+        **more,
+    )
 
 
 def _samples_of_stock(folder: Path) -> int | None:
