@@ -54,7 +54,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
         raise ValueError("litgpt: --grid auto wants a model: a name of LitGPT's, or a folder with a model_config.yaml")
     length = train.max_seq_length or config["block_size"]
     workload = readers.from_litgpt(config, seq_length=length).with_checkpointing(False)
-    alone = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # what stages cannot do, see checks._check_strategy
+    alone = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # what stages cannot do, see checks._check_values
     if asked.offload not in ("none", "optimizer"):
         raise ValueError(
             f"litgpt: --grid auto plans an offload of the optimizer alone; with --offload {asked.offload} name a grid"

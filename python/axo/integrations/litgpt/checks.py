@@ -21,6 +21,7 @@ from axo.integrations.litgpt import auto_grid
 from axo.integrations.litgpt.commands import PARALLEL, Command
 from axo.integrations.litgpt.options import AUTO, Options, name_of
 from axo.integrations.litgpt.parsing import Parsed, folder_of
+from axo.integrations.litgpt.strategy import strategy_of
 from axo.launch import Rank
 
 # What each logger writes with: one of these packages, and what to install.
@@ -54,8 +55,6 @@ def check(name: str, parsed: Parsed, rank: Rank | None) -> None:
     if parsed.own.grid is None:
         parsed.own = auto_grid.choose(name, options, parsed.own, rank)
     asked = parsed.own
-    if options.get("quantize") is not None:
-        _check_quantize(options.quantize, options.get("precision"), asked, command.quantizes)
     if rank is not None:
         check_ranks("litgpt", asked.chosen_grid, asked.pipeline, rank.world_size)
     function = command.load()
@@ -69,10 +68,9 @@ def check(name: str, parsed: Parsed, rank: Rank | None) -> None:
     used = os.environ.get("LT_ACCELERATOR", "cpu")
     if used != "auto":
         check_device(f"litgpt: LT_ACCELERATOR={used!r}", "cuda" if used == "gpu" else used)
-    _check_on_one_device(options)
+    _check_values(options, asked, command)
     _check_paths(options, asked.ranks_in_all, command.reads_sharded)
     _check_model(options, asked)
-    _check_strategy(options, asked)
     if command.trains:
         _check_batch(options.train, asked)
         _check_logger(options)
@@ -102,28 +100,35 @@ def _check_options(name: str, command: Command, options: Options) -> None:
             raise ValueError(f"litgpt: {option} is not for {name}: {why}; use finetune_full, or leave it out")
 
 
+def _refuse(wrong: dict[str, bool]) -> None:
+    """Refuse with the first words that are true."""
+    for words in (words for words, so in wrong.items() if so):
+        raise ValueError(f"litgpt: {words}")
+
+
 def _check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
     """Refuse folders and files that do not exist, where litgpt would say so on every rank, or download."""
     if "checkpoint_dir" in options:
         folder = folder_of(options.checkpoint_dir)
-        if not folder.is_dir() and (folder.is_absolute() or folder.parts[:1] == ("checkpoints",) or folder.exists()):
-            raise ValueError(
-                f"litgpt: checkpoint_dir {folder} is not a checkpoint directory; name a folder that litgpt download,"
-                " convert_to_litgpt or training has written"
-            )
+        absent, named = not folder.is_dir(), folder.is_absolute() or folder.parts[:1] == ("checkpoints",)
         downloads = "access_token" in options and ranks == 1  # on several ranks each of them would
-        if not folder.is_dir() and not downloads:
-            raise ValueError(f"litgpt: {folder} does not exist; get it first: litgpt download {options.checkpoint_dir}")
+        _refuse(
+            {
+                f"checkpoint_dir {folder} is not a checkpoint directory; name a folder that litgpt download,"
+                " convert_to_litgpt or training has written": absent and (named or folder.exists()),
+                f"{folder} does not exist; get it first: litgpt download {options.checkpoint_dir}": absent
+                and not downloads,
+            }
+        )
     for name in ("tokenizer_dir", "initial_checkpoint_dir"):
         given = options.get(name)
-        if given is not None and not folder_of(given).is_dir():
-            raise ValueError(f"litgpt: --{name} {given} is not a folder")
+        _refuse({f"--{name} {given} is not a folder": given is not None and not folder_of(given).is_dir()})
     for name in ("adapter_path", "finetuned_path"):
-        if name in options and not Path(str(options[name])).exists():
-            raise ValueError(f"litgpt: --{name} {options[name]} does not exist")
+        _refuse({f"--{name} {options.get(name)} does not exist": not os.path.exists(options.get(name, "."))})
     resume = options.get("resume")
-    if isinstance(resume, str | Path) and str(resume) != "auto" and not Path(str(resume)).exists():
-        raise ValueError(f"litgpt: --resume {resume} does not exist; name a lit_model.pth, or say --resume auto")
+    named = isinstance(resume, str | Path) and str(resume) != "auto"
+    how = "name a lit_model.pth, or say --resume auto"
+    _refuse({f"--resume {resume} does not exist; {how}": named and not os.path.exists(resume)})
     if not reads_sharded:
         refuse_sharded(options.checkpoint_dir)
 
@@ -141,49 +146,46 @@ def refuse_sharded(given: Any) -> None:
         )
 
 
-def _check_on_one_device(options: Any) -> None:
-    """Refuse what commands that are written for one device offer beside it, or find out only when they generate."""
-    if options.get("generate_strategy") is not None:
-        raise ValueError("litgpt: --generate_strategy is what the grid does; leave it out")
-    used = os.environ.get("LT_ACCELERATOR", "cpu")
-    if options.get("accelerator", "auto") not in ("auto", used):
-        raise ValueError(
-            f"litgpt: --accelerator {options.accelerator} is not what the ranks use ({used}); leave it out, or set"
-            f" LT_ACCELERATOR={options.accelerator}"
-        )
-    if "tasks" in options and options.tasks is None:
-        raise ValueError("litgpt: --tasks is missing; axo litgpt evaluate without a grid lists all tasks")
+def _check_values(options: Any, asked: Options, command: Command) -> None:
+    """Refuse what commands that are written for one device offer beside a grid, or find out only when they run."""
+    used, accelerator = os.environ.get("LT_ACCELERATOR", "cpu"), options.get("accelerator", "auto")
+    batch, precision, kind = options.get("batch_size", 1), str(options.get("precision")), options.get("quantize")
+    compiles = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1" or options.get("compile")
+    quantizes, staged, memory = kind is not None, asked.pipeline > 1, asked.offload != "none"
+    _refuse(
+        {
+            f"--quantize {kind} keeps the frozen weights in half precision and saves none of their memory, so a grid"
+            " does not have it; use bnb.nf4, or leave it out": kind == "bnb.int8-training",
+            f"this --quantize {kind} runs on one device only, without a grid; on a grid finetune_lora, generate and"
+            " chat take it": quantizes and not command.quantizes,
+            f"--quantize {kind} does not run with --offload; leave it out": quantizes and memory,
+            f"--quantize {kind} with --precision {precision}: use 32-true, bf16-true or 16-true": quantizes
+            and "mixed" in precision,
+            f"--quantize {kind} wants bitsandbytes, which is not installed; pip install 'axo[quantize]'": kind
+            not in (None, "bnb.int8")
+            and importlib.util.find_spec("bitsandbytes") is None,
+            "--generate_strategy is what the grid does; leave it out": options.get("generate_strategy") is not None,
+            f"--accelerator {accelerator} is not what the ranks use ({used}); leave it out, or set"
+            f" LT_ACCELERATOR={accelerator}": accelerator not in ("auto", used),
+            "--tasks is missing; axo litgpt evaluate without a grid lists all tasks": options.get("tasks", "") is None,
+            f"--batch_size {batch} is found by running out of memory, on each rank at another size; name a"
+            " number": not isinstance(batch, int),
+            "--offload parameters with --pipeline is not supported; leave parameters out": staged
+            and "parameters" in asked.offload.split(","),
+            "--pipeline runs without torch.compile; leave TORCHDYNAMO_DISABLE=0 and --compile out": staged
+            and bool(compiles),
+        }
+    )
     for name in ("max_new_tokens", "top_k"):
         given = options.get(name)
-        if isinstance(given, int) and given < 1:
-            raise ValueError(f"litgpt: --{name} {given} is not a whole number of at least 1")
-    if not isinstance(options.get("batch_size", 1), int):
-        raise ValueError(
-            f"litgpt: --batch_size {options.batch_size} is found by running out of memory, on each rank at another"
-            " size; name a number"
-        )
-
-
-def _check_quantize(kind: str, precision: str | None, asked: Options, able: bool) -> None:
-    """Refuse quantized layers where a grid has none, or the command is not able to."""
-    if kind == "bnb.int8-training":
-        raise ValueError(
-            f"litgpt: --quantize {kind} keeps the frozen weights in half precision and saves none of their memory, so a"
-            " grid does not have it; use bnb.nf4, or leave it out"
-        )
-    if not able:
-        raise ValueError(
-            f"litgpt: this --quantize {kind} runs on one device only, without a grid; on a grid finetune_lora, generate"
-            " and chat take it"
-        )
-    if asked.offload != "none":
-        raise ValueError(f"litgpt: --quantize {kind} does not run with --offload; leave it out")
-    if "mixed" in str(precision):
-        raise ValueError(f"litgpt: --quantize {kind} with --precision {precision}: use 32-true, bf16-true or 16-true")
-    if kind != "bnb.int8" and importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            f"litgpt: --quantize {kind} wants bitsandbytes, which is not installed; pip install 'axo[quantize]'"
-        )
+        wrong = isinstance(given, int) and given < 1
+        _refuse({f"--{name} {given} is not a whole number of at least 1": wrong})
+    try:
+        strategy_of(asked)
+    except ValueError as error:
+        raise ValueError(f"litgpt: {error}") from None
+    where = "wants --offload-dir DIR, a folder on a disk (not in memory)"
+    _refuse({f"--offload on CPU ranks {where}": memory and used == "cpu" and not asked.offload_dir})
 
 
 def _check_model(options: Any, asked: Options) -> None:
@@ -199,25 +201,6 @@ def _check_model(options: Any, asked: Options) -> None:
             cut.check(config["n_layer"], asked.pipeline * kind.stages_per_rank, cuts)
     if config is not None and asked.chosen_grid.world_size > 1:
         sizes.check_model(config, asked.chosen_grid, arrangement_of("litgpt", asked.algorithm).inner)
-
-
-def _check_strategy(options: Any, asked: Options) -> None:
-    """Refuse what the strategy refuses, and what it does not know of LitGPT."""
-    from axo.integrations.litgpt.strategy import strategy_of
-
-    if asked.pipeline > 1:
-        if "parameters" in asked.offload.split(","):
-            raise ValueError("litgpt: --offload parameters with --pipeline is not supported; leave parameters out")
-        if os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1" or options.get("compile"):
-            raise ValueError(
-                "litgpt: --pipeline runs without torch.compile; leave TORCHDYNAMO_DISABLE=0 and --compile out"
-            )
-    try:
-        strategy_of(asked)
-    except ValueError as error:
-        raise ValueError(f"litgpt: {error}") from None
-    if asked.offload != "none" and os.environ.get("LT_ACCELERATOR", "cpu") == "cpu" and not asked.offload_dir:
-        raise ValueError("litgpt: --offload on CPU ranks wants --offload-dir DIR, a folder on a disk (not in memory)")
 
 
 def _check_batch(train: Any, asked: Options) -> None:

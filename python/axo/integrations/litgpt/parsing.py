@@ -199,21 +199,21 @@ def _of_data(error: str) -> str:
 
     from axo.integrations.litgpt.text_data import LocalText
 
-    bases = (litgpt.data.DataModule, litgpt.data.SFTDataset)
-    modules = {name: kind for name in litgpt.data.__all__ if inspect.isclass(kind := getattr(litgpt.data, name))}
-    known = {name: kind for name, kind in modules.items() if issubclass(kind, bases[0]) and kind not in bases}
-    known["LocalText"] = LocalText
-    if named := re.search(r"Expected a dot import path string: (\S+)|Unexpected import path format: (\S+)", error):
-        name = named[1] or named[2]
-        return f"--data {name} is no data module of LitGPT's; {meant(name, known)}"
-    made = re.search(r"class_path '(?:[\w.]+\.)?(\w+)'", error)
-    if made is None:
+    kinds: dict[str, Any] = {name: getattr(litgpt.data, name) for name in litgpt.data.__all__} | {
+        "LocalText": LocalText
+    }
+    modules = {name: kind for name, kind in kinds.items() if hasattr(kind, "train_dataloader") and name != "DataModule"}
+    if named := re.search(r"(?:Expected a dot import path string|Unexpected import path format): (\S+)", error):
+        return f"--data {named[1]} is no data module of LitGPT's; {meant(named[1], modules)}"
+    of_module = re.search(r"class_path '(?:[\w.]+\.)?(\w+)'", error)
+    if of_module is None:
         return ""
-    kind = known.get(made[1], bases[0])
+    name = of_module[1]
     if unknown := re.search(r"Key '([\w.]+)' is not expected", error):
-        return f"--data.{unknown[1]} is no option of {made[1]}; {meant(unknown[1], inspect.signature(kind).parameters)}"
+        options = inspect.signature(modules.get(name, kinds["DataModule"])).parameters
+        return f"--data.{unknown[1]} is no option of {name}; {meant(unknown[1], options)}"
     if missing := re.search(r'Key "(\w+)" is required', error):
-        return f"--data.{missing[1]} is missing; {made[1]} wants it"
+        return f"--data.{missing[1]} is missing; {name} wants it"
     return ""
 
 

@@ -84,8 +84,8 @@ def _folder(out_dir: Any) -> Path:
 
 def _steps(folder: Path, files: str = "*.pth") -> list[tuple[int, Path]]:
     """The checkpoints of a run, by their steps; those of runs in folders below are not its own."""
-    found = ((re.fullmatch(r"step-(\d+)", path.parent.name), path) for path in folder.glob(f"step-*/{files}"))
-    return sorted((int(named[1]), path) for named, path in found if named)
+    named = ((re.fullmatch(r"step-(\d+)", path.parent.name), path) for path in folder.glob(f"step-*/{files}"))
+    return sorted((int(number[1]), path) for number, path in named if number)
 
 
 def _left(folder: Path) -> dict[str, int]:
@@ -106,10 +106,10 @@ def _later(folder: Path, source: Path | None) -> dict[str, int]:
     steps = _steps(folder)
     own = [step for step, path in steps if source is not None and path.resolve() == source.resolve()]
     if steps and not own:
-        found = newest(folder)
+        last = newest(folder)
         raise ValueError(
-            f"litgpt: {folder} holds checkpoints of an earlier run (the newest {found or steps[-1][1]}), from which a"
-            f" later --resume auto, or a restart, would go on; add --resume {'auto' if found else steps[-1][1]} to go"
+            f"litgpt: {folder} holds checkpoints of an earlier run (the newest {last or steps[-1][1]}), from which a"
+            f" later --resume auto, or a restart, would go on; add --resume {'auto' if last else steps[-1][1]} to go"
             " on from them now, name another --out_dir, or remove them"
         )
     return {path.parent.name: path.stat().st_mtime_ns for step, path in steps if step > own[0]}

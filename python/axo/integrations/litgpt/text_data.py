@@ -98,15 +98,15 @@ def _text_files(paths: list[str]) -> list[Path]:
     Raises:
         ValueError: A path does not exist, or a folder holds no text.
     """
-    found = []
+    text: list[Path] = []
     for path in paths:
         files = data.find_files([path])
         if Path(path).is_dir():
             files = [file for file in files if not _is_binary(file) and not _is_index(file)]
             if not files:
                 raise ValueError(f"LocalText: the folder {path} holds no text")
-        found += files
-    return found
+        text += files
+    return text
 
 
 def _is_binary(file: Path) -> bool:
