@@ -77,7 +77,7 @@ def transports():
 
 def test_transports_say_what_they_use():
     # x is innermost: its two ranks share a host, those of y do not.
-    found = ("shared memory x 2 hosts over gloo", "shared-memory", "2 hosts over gloo")
+    found = ("shared memory x 2 hosts over tcp", "shared-memory", "2 hosts over tcp")
     assert run_ranks(transports, 4, hosts=PAIRS) == [found] * 4
 
 
