@@ -56,7 +56,6 @@ def run(arguments: list[str]) -> None:
         raise ValueError(f"litgpt: {name} wants {package}, which is not installed; pip install 'axo[{extra}]'")
     for option in sorted(words & {"--devices", "--num_nodes"}):
         raise ValueError(f"litgpt: {option} is what the grid says; leave it out")
-    _tell_rank_of_slurm()
     rank = Rank.from_environment()
     launch = restarts.Launch(rank if command.trains else None)
     with contextlib.ExitStack() as stack:
@@ -109,19 +108,6 @@ def _check_serial(name: str, own: list[str]) -> None:
         raise ValueError(
             f"litgpt: {name} runs on one rank only, so it takes no {own[0]}; on a grid run {', '.join(PARALLEL)}"
         )
-
-
-def _tell_rank_of_slurm() -> None:
-    """Under srun with several tasks: this process is one rank of them. Put it as torchrun does."""
-    if "RANK" in os.environ or "SLURM_NTASKS" not in os.environ:
-        return
-    from lightning.fabric.plugins.environments import SLURMEnvironment
-
-    if SLURMEnvironment.detect() and int(os.environ["SLURM_NTASKS"]) > 1:
-        tasks = os.environ["SLURM_NTASKS"]
-        os.environ |= {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": tasks}
-        os.environ |= {"LOCAL_RANK": os.environ["SLURM_LOCALID"]}
-        os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("SLURM_NTASKS_PER_NODE", tasks)
 
 
 def _stock(name: str, arguments: list[str]) -> None:

@@ -56,6 +56,18 @@ def folder_of(given: Any) -> Path:
     return below if not path.is_dir() and not path.is_absolute() and below.exists() else path
 
 
+def read_yaml(file: Path) -> Any:
+    """What a small YAML file of a checkpoint's folder holds; nothing in it runs code.
+
+    Raises:
+        ValueError: It is not there, or no YAML.
+    """
+    try:
+        return files.parse_yaml(files.read_text(file))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"litgpt: {file} cannot be read: {' '.join(str(error).split())}") from None
+
+
 @dataclasses.dataclass
 class Parsed:
     """The arguments of a command, read.

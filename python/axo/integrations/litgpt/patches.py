@@ -374,22 +374,10 @@ ELSEWHERE = {
         "for the whole process, wherever LitGPT has imported it: a checkpoint runs no code",
     ),
     "litgpt.prompts.load_prompt_style": ("harmless", "as _lazy_load: it would import and call what a file names"),
-    "litgpt.deploy.serve.SimpleLitAPI": (
-        "serving_apis",
-        "as _lazy_load, in the processes that LitServe starts",
-    ),
-    "litgpt.deploy.serve.StreamLitAPI": (
-        "serving_apis",
-        "as _lazy_load, in the processes that LitServe starts",
-    ),
-    "litgpt.deploy.serve.OpenAISpecLitAPI": (
-        "serving_apis",
-        "as _lazy_load, in the processes that LitServe starts; and its chat template is rendered in a sandbox",
-    ),
-    "lm_eval.models.huggingface.HFLM": (
-        "evaluating",
-        "while LitGPT's evaluate runs: the harness makes the model itself, and it is split as soon as it is made",
-    ),
+    "litgpt.deploy.serve.SimpleLitAPI": ("serving_apis", "as _lazy_load, in the processes that LitServe starts"),
+    "litgpt.deploy.serve.StreamLitAPI": ("serving_apis", "as SimpleLitAPI"),
+    "litgpt.deploy.serve.OpenAISpecLitAPI": ("serving_apis", "as SimpleLitAPI; its template renders in a sandbox"),
+    "lm_eval.models.huggingface.HFLM": ("evaluating", "the harness makes the model itself, which is split at once"),
 }
 
 _REPLACED = [name for name, method in vars(LitGPTRun).items() if inspect.isfunction(method) and name[0] != "_"]

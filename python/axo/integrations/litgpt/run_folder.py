@@ -24,6 +24,7 @@ from axo import files
 from axo.checkpoint import Run
 from axo.checkpoint.folder import whole_file
 from axo.checkpoint.run import IDENTITY
+from axo.integrations.litgpt.parsing import read_yaml
 
 # What the order of the data depends on, in LitGPT's hyperparameters; and what a data module is made with that is not.
 _ORDER = ("seed", "data", "train.global_batch_size", "train.max_seq_length", "tokenizer_dir")
@@ -135,13 +136,10 @@ def _refuse_new_data(source: Path, dump: Callable[[], str]) -> None:
     file = source.parent / "hyperparameters.yaml"
     if not file.is_file():  # not LitGPT's command line has saved it
         return
-    try:
-        text = files.read_text(file)
-        then = files.parse_yaml(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"litgpt: {file} cannot be read: {' '.join(str(error).split())}") from None
-    old, new = dict(_order(then)), dict(_order(yaml.safe_load(dump())))
-    before, now = _places(old, _folder_in(text)), _places(new, os.getcwd())
+    then = read_yaml(file)
+    old, new, folder = dict(_order(then)), dict(_order(yaml.safe_load(dump()))), _folder_in(files.read_text(file))
+    before = {name: _place(value, folder) for name, value in old.items()}
+    now = {name: _place(value, os.getcwd()) for name, value in new.items()}
     # A relative name whose place is gone is taken for the same: the project may have moved.
     gone = {name for name in old if old[name] == before[name] == new.get(name)}
     changed = [name for name in before | now if before.get(name) != now.get(name) and name not in gone]
@@ -180,10 +178,6 @@ def _order(said: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"data.{key}", made_with[key]) for key in made_with if key not in _NO_ORDER)
         elif value is not None:
             yield name, value
-
-
-def _places(values: dict[str, Any], folder: str) -> dict[str, Any]:
-    return {name: _place(value, folder) for name, value in values.items()}
 
 
 def _place(value: Any, folder: str) -> Any:

@@ -17,12 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import nn
 
-from axo import files
 from axo.integrations.fabric.strategy import AxoStrategy
 from axo.integrations.litgpt.options import Options
+from axo.integrations.litgpt.parsing import read_yaml
 from axo.offload import Offload
 from axo.perf import cut
 
@@ -118,10 +117,7 @@ def _samples_of_stock(folder: Path) -> int | None:
     file = folder / "hyperparameters.yaml"
     if not file.is_file():
         return None
-    try:
-        said = files.parse_yaml(files.read_text(file))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"litgpt: {file} cannot be read: {' '.join(str(error).split())}") from None
+    said = read_yaml(file)
     said = said if isinstance(said, dict) else {}
     train = said.get("train")
     counts = (
