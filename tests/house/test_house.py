@@ -199,8 +199,8 @@ def test_no_circle_of_imports():
 # Habits that are being given up, in python/axo: a pattern, and how often it stands there still. No number may rise,
 # and what has become less is written down.
 AT_MOST = {
-    r"^\s*(found|here|made|held|known) = ": 104,  # a variable's name says what it is
-    r"__class__ = ": 13,  # an object keeps the class that it was made of
+    r"^\s*(found|here|made|held|known) = ": 88,  # a variable's name says what it is
+    r"__class__ = ": 6,  # an object keeps the class that it was made of
 }
 
 
@@ -322,7 +322,7 @@ def test_no_replaced_word_is_left():
 
 
 # Of the process itself: no name of a package is replaced.
-PROCESS_SETTINGS = {("command", "sys.argv"), ("command", "torch._dynamo.config.disable")}
+PROCESS_SETTINGS = {("command", "sys.argv"), ("rank", "torch._dynamo.config.disable")}
 
 
 def test_every_replaced_name_of_a_package_stands_in_the_table():

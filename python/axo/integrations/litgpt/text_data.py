@@ -98,24 +98,21 @@ def _text_files(paths: list[str]) -> list[Path]:
     Raises:
         ValueError: A path does not exist, or a folder holds no text.
     """
-    found = []
+    text: list[Path] = []
     for path in paths:
         files = data.find_files([path])
         if Path(path).is_dir():
-            files = [file for file in files if not _is_binary(file) and not _is_index(file)]
+            files = [file for file in files if _is_text(file)]
             if not files:
                 raise ValueError(f"LocalText: the folder {path} holds no text")
-        found += files
-    return found
+        text += files
+    return text
 
 
-def _is_binary(file: Path) -> bool:
+def _is_text(file: Path) -> bool:
+    of_chunks = file.name == "index.json" and any(file.parent.glob("chunk-*.bin"))
     with open(file, "rb") as opened:
-        return b"\0" in opened.read(8192)
-
-
-def _is_index(file: Path) -> bool:
-    return file.name == "index.json" and any(file.parent.glob("chunk-*.bin"))
+        return not of_chunks and b"\0" not in opened.read(8192)
 
 
 class Windows(Dataset):
