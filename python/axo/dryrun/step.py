@@ -48,9 +48,9 @@ from axo.nn import loss
 from axo.overlap.events import TracedWork
 from axo.overlap.model import engines
 from axo.train import loop
+from axo.train.check import check_step
 from axo.train.config import TrainConfig
 from axo.train.data import rank_rows
-from axo.train.early import check_step
 from axo.train.recipe import finish_model
 
 MOST = 1 << 20  # ranks of a grid
@@ -92,7 +92,7 @@ def check(config: TrainConfig) -> None:
     """Refuse what a dry run cannot do.
 
     Raises:
-        ValueError: An option is wrong (:func:`axo.train.early.check_step`), or the model has experts.
+        ValueError: An option is wrong (:func:`axo.train.check.check_step`), or the model has experts.
     """
     model = check_step(config)
     if config.ranks > MOST:

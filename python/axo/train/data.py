@@ -76,10 +76,10 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
         if stat.S_ISREG(mode):
             files.append(path)
         elif stat.S_ISDIR(mode):
-            found = _walk(path)
-            if not found:
+            inside = _walk(path)
+            if not inside:
                 raise ValueError(f"data: the folder {path} holds no files")
-            files.extend(found)
+            files += inside
         else:
             raise ValueError(f"data: {path} is neither a file nor a folder; give files or folders of text")
     return files
