@@ -16,7 +16,7 @@ import axo
 from axo.grid import Grid
 from axo.matmul.products import products_of
 from axo.nn.goldfish import goldfish_mask
-from axo.train import TrainConfig, data, log, models, plot, recipe, runner
+from axo.train import TrainConfig, log, models, plot, recipe, runner
 from axo.train.check import check, open_batches
 from axo.train.loop import Trainer
 from axo.train.serial import build_serial, compare, train_serial
@@ -219,7 +219,7 @@ def test_serial_is_the_textbook_loop(text: str) -> None:
     losses = []
     for step in range(config.steps):
         optimizer.param_groups[0]["lr"] = recipe.learning_rate(step, config)
-        inputs, targets = map(torch.from_numpy, batches.read(step, data.Rows(0, 8)))
+        inputs, targets = map(torch.from_numpy, batches.read(step, range(8)))
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
@@ -233,7 +233,7 @@ def test_goldfish_leaves_tokens_out_of_the_loss(text: str) -> None:
     """Rows: the loss with goldfish is the mean over the kept tokens, taken here with a mask of this test's own."""
     config = small(text, goldfish_k=2, goldfish_h=3, steps=1)
     batches = open_batches(config)
-    inputs, targets = map(torch.from_numpy, batches.read(0, data.Rows(0, config.batch_size)))
+    inputs, targets = map(torch.from_numpy, batches.read(0, range(config.batch_size)))
     keep = goldfish_mask(torch.cat([inputs[:, :1], targets], 1), 2, 3)[:, 1:]
     with torch.no_grad():
         losses = torch.nn.functional.cross_entropy(
@@ -338,7 +338,7 @@ def unequal_gradient(config: TrainConfig) -> tuple[float, torch.Tensor]:
     comms = axo.connect(config.grid)
     batches = open_batches(config)
     trainer = Trainer(config, comms, batches)
-    rows = data.Rows(0, 1) if comms.coords.data == 0 else data.Rows(1, 6)
+    rows = range(1) if comms.coords.data == 0 else range(1, 6)
     loss, tokens = trainer.accumulate(*map(torch.from_numpy, batches.read(0, rows)))
     assert tokens == 6 * config.seq_len
     weight = trainer.model.lm_head.weight
@@ -354,7 +354,7 @@ def test_unequal_local_batches_are_weighted_by_tokens(text: str) -> None:
     config = small(text, grid=Grid(2, 1, 1, 2))
     results = run_ranks(unequal_gradient, 4, config)
     model = build_serial(config)
-    inputs, targets = map(torch.from_numpy, open_batches(config).read(0, data.Rows(0, 6)))
+    inputs, targets = map(torch.from_numpy, open_batches(config).read(0, range(6)))
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
     total = results[0][0] + results[2][0]  # ranks 0 and 2 are the two data ranks at x = 0

@@ -19,8 +19,13 @@ from axo.train.config import OUTPUT, RANKS, TrainConfig, overrides
 if TYPE_CHECKING:
     from axo.train import Outcome
 
-_TYPED = {Grid: str, dict[str, Any]: list[str] | None, tuple[str, ...]: list[str] | None}  # as words of a command line
-_BY_PLACE, _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+# What is text on the command line: its type there, and its default.
+_TEXTS: dict[Any, tuple[Any, str | None]] = {
+    Grid: (str, str(Grid())),
+    dict[str, Any]: (list[str] | None, None),
+    tuple[str, ...]: (list[str] | None, None),
+}
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 _OF_STAGES = ("schedule", "cuts", "microbatches")
 
 
@@ -33,21 +38,20 @@ def takes_fields(wanted: Container[str] | None = None, **defaults: Any) -> Calla
     """
 
     def decorate(command: Callable) -> Callable:
-        own = inspect.signature(command, eval_str=True)
-        by_kind = {kind: [one for one in own.parameters.values() if one.kind is kind] for kind in (_BY_PLACE, _BY_NAME)}
-        options, types = list[inspect.Parameter](), get_type_hints(TrainConfig)
+        signature, types = inspect.signature(command, eval_str=True), get_type_hints(TrainConfig)
+        options = list[inspect.Parameter]()
         for field in dataclasses.fields(TrainConfig):
             if wanted is None or field.name in wanted:
-                option, kind = field.metadata["option"], _TYPED.get(types[field.name], types[field.name])
-                default = {str: "1x1x1x1"}.get(kind) if types[field.name] in _TYPED else field.default
-                name = f"--{option.name or field.name.replace('_', '-')}"
-                info = typer.Option(name, metavar=option.metavar, help=option.help, rich_help_panel=option.panel)
+                kind, default = _TEXTS.get(types[field.name], (types[field.name], field.default))
+                shown, flag = field.metadata, f"--{field.metadata['name'] or field.name.replace('_', '-')}"
+                info = typer.Option(flag, metavar=shown["metavar"], help=shown["help"], rich_help_panel=shown["panel"])
                 default = defaults.get(field.name, default)
                 options.append(
                     inspect.Parameter(field.name, _BY_NAME, default=default, annotation=Annotated[kind, info])
                 )
-        parameters = [*by_kind[_BY_PLACE], *options, *by_kind[_BY_NAME]]
-        command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        parameters = sorted([*options, *own], key=lambda each: each.kind)  # those with a place first
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return command
 
     return decorate

@@ -225,8 +225,8 @@ def _watched(forward: Callable[..., Any], ledger: Ledger, phase: str = "") -> Ca
 def _step(trainer: loop.Trainer, ledger: Ledger, mode: Faking | Following) -> int:
     """Run a step; the most bytes that were kept when a backward pass began."""
     config, comms = trainer.config, trainer.comms
-    rows = rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement).count
-    ids = torch.zeros(rows, config.seq_len, dtype=torch.int64)
+    rows = rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement)
+    ids = torch.zeros(len(rows), config.seq_len, dtype=torch.int64)
     ledger.call(ids, UNCOUNTED)
     saved = 0
     plain = trainer._loss_of

@@ -85,22 +85,22 @@ def check_step(config: TrainConfig) -> Config:
     if config.sequence_parallel:
         arrangement.only_axonn("train: sequence-parallel")
         check_divides("train", "seq-len", config.seq_len, "x", config.grid.x)
-    rows = data.rank_rows(config.batch_size, config.grid, config.grid.coords(0), arrangement).count
-    if rows % config.accumulate:
+    rows = data.rank_rows(config.batch_size, config.grid, config.grid.coords(0), arrangement)
+    if len(rows) % config.accumulate:
         raise ValueError(
-            f"train: accumulate={config.accumulate} does not divide a rank's {rows} rows "
+            f"train: accumulate={config.accumulate} does not divide a rank's {len(rows)} rows "
             f"(batch-size={config.batch_size} over {arrangement.describe_rows(config.grid)}); "
-            f"use one of {[n for n in range(1, min(rows, 4096) + 1) if rows % n == 0][:16]}"
+            f"use one of {[n for n in range(1, min(len(rows), 4096) + 1) if len(rows) % n == 0][:16]}"
         )
     if config.pipeline > 1:
-        _check_pipeline(config, model.n_layer, rows // config.accumulate)
+        _check_pipeline(config, model.n_layer, len(rows) // config.accumulate)
     overlap_of(config)
     return model
 
 
 def _check_numbers(config: TrainConfig) -> None:
     for field in dataclasses.fields(config):
-        allowed, value = field.metadata["option"].bounds, getattr(config, field.name)
+        allowed, value = field.metadata["bounds"], getattr(config, field.name)
         if allowed is None or value is None:
             continue
         if field.name == "min_lr" and math.isfinite(config.lr):
@@ -255,7 +255,7 @@ def open_batches(config: TrainConfig) -> data.Batches:
     """The run's batches; with a tokenizer the text is encoded into the run's folder first (once)."""
     files = data.find_files(config.data) if config.data else data.default_text()
     if config.tokenizer is None:
-        corpus: data.Corpus = data.ByteCorpus(files)
+        corpus = data.Corpus(files)
     else:
         corpus = data.encode(files, Path(config.tokenizer), Path(config.out) / "tokens")
     return data.Batches(corpus, seq_len=config.seq_len, batch_size=config.batch_size, seed=config.seed)

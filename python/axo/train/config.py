@@ -35,24 +35,6 @@ FINITE, POSITIVE = Bounds("at least 0 and finite", 0), Bounds("above 0 and finit
 BELOW_1 = Bounds("in [0, 1)", 0, math.nextafter(1, 0))
 
 
-class Option(NamedTuple):
-    """How a field of :class:`TrainConfig` is given on the command line.
-
-    Args:
-        panel: Where ``axo train --help`` shows it.
-        help: One line.
-        bounds: Of a number.
-        metavar: What stands for the value; None: its type.
-        name: Where it is not the field's own name.
-    """
-
-    panel: str
-    help: str
-    bounds: Bounds | None = None
-    metavar: str | None = None
-    name: str = ""
-
-
 def overrides(given: Sequence[str]) -> dict[str, str]:
     """FIELD=VALUE, several times over, as a dict."""
     pairs = {}
@@ -64,9 +46,23 @@ def overrides(given: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
-def _option(default: Any, *option: Any, **more: Any) -> Any:
-    kind = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**kind, metadata={"option": Option(*option, **more)})  # type: ignore[call-overload]
+def _option(
+    default: Any, panel: str, help: str, bounds: Bounds | None = None, *, metavar: str | None = None, name: str = ""
+) -> Any:
+    """A field, and how it is given on the command line.
+
+    Args:
+        default: Its default, or what makes it.
+        panel: Where ``axo train --help`` shows it.
+        help: One line.
+        bounds: Of a number.
+        metavar: What stands for the value; None: its type.
+        name: Of the option, where it is not the field's own.
+    """
+    option = {"panel": panel, "help": help, "bounds": bounds, "metavar": metavar, "name": name}
+    if callable(default):
+        return field(default_factory=default, metadata=option)
+    return field(default=default, metadata=option)
 
 
 @dataclass(frozen=True)

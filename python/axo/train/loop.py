@@ -162,7 +162,7 @@ class Trainer:
         return axo.clip_grad_norm_(self.model.parameters(), self.config.clip or math.inf)
 
     def _build_schedule(self, modules: list[nn.Module]) -> pipeline.Schedule:
-        config, rows = self.config, self.rows.count // self.config.accumulate
+        config, rows = self.config, len(self.rows) // self.config.accumulate
         self.stages = pipeline.stages(
             modules,
             self.comms,

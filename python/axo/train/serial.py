@@ -34,7 +34,7 @@ def train_serial(config: TrainConfig, batches: data.Batches) -> Iterator[float]:
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "16-mixed")
     for step in range(config.steps):
         recipe.set_learning_rate(optimizer, step, config)
-        pair = batches.read(step, data.Rows(0, config.batch_size))
+        pair = batches.read(step, range(config.batch_size))
         inputs, targets = (torch.from_numpy(part).to(device) for part in pair)
         targets = recipe.wanted_targets(inputs, targets, config)
         tokens, total = int((targets != -100).sum()), 0.0
