@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from axo.checkpoint.ranks import checkpoint_group, share
-from axo.comm.counting import Awaited, Observed, watch
+from axo.comm.counting import Awaited, Observed, observers
 from axo.errors import user_message
 from axo.overlap import Events, record
 from axo.perf import chrome_trace, plots
@@ -52,11 +52,11 @@ def traced_step(trainer: Trainer, index: int) -> Step:
         ran = hooks.enter_context(actions.record(trainer.stages))
         if trainer.stages:
             comms.everyone.barrier()
-        watch.open()
+        observers.open()
         start = time.perf_counter()
         step = trainer.step(index)
         end = time.perf_counter()
-        issued, waits = watch.close()
+        issued, waits = observers.close()
     spans += _communication(issued, waits, events)
     spans += [
         Span("compute", f"{event.layer} {_PRODUCTS[event.op]}", event.start, event.end, layer=event.layer)
