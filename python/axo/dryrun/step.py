@@ -150,12 +150,12 @@ def _run(config: TrainConfig, comms: Communicators, fake: bool) -> Record:
         ledger.restart()
         saved = _step(trainer, ledger, mode)
         ledger.look()
-        held = {kind: ledger.there(kind) for kind in (WEIGHTS, OPTIMIZER)}
+        always = {kind: ledger.there(kind) for kind in (WEIGHTS, OPTIMIZER)}
         del trainer, built
     gc.collect()  # the model and its hooks refer to each other
     seconds = time.perf_counter() - started
     rank = comms.rank + comms.stage * config.grid.world_size
-    return Record(rank, list(issued), ledger.peak, ledger.peaks, held, ledger.most, saved, seconds)
+    return Record(rank, list(issued), ledger.peak, ledger.peaks, always, ledger.most, saved, seconds)
 
 
 def _two_chunks_for_all() -> AbstractContextManager[object]:
