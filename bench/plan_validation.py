@@ -201,7 +201,7 @@ def time_steps(comms: Communicators, steps: int, how: str) -> list[float]:
 
     if modules:
         pieces = micro_batches(comms.grid)
-        stages = axo.pipeline.stages(modules, comms, rows=rows.count // pieces, tokens=LENGTH)
+        stages = axo.pipeline.stages(modules, comms, rows=len(rows) // pieces, tokens=LENGTH)
         schedule = axo.pipeline.schedule("1f1b", stages, microbatches=pieces, loss=loss)
     found = []
     for _ in range(2 + steps):  # the first learns the order of gathers, the second has buffers to make

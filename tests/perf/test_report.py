@@ -85,8 +85,9 @@ def test_every_row_ends_with_the_command_that_runs_it(made: planner.GridPlan, mo
     asked = planner.Request(workload, machine.load("rtx-4090"), 8, 16 * 128, search=True)
     searched = planner.plan(asked)
     configs: list[TrainConfig] = []
-    monkeypatch.setattr("axo.train.runner.run", lambda config, found: configs.append(config))
-    monkeypatch.setattr("axo.train.early.check_device", lambda what, device: (device, None))  # as if it were here
+    monkeypatch.setattr("axo.train.runner.launch_local", lambda _, ranks, config, *args, **more: configs.append(config))
+    monkeypatch.setattr("axo.train.check.check_machine", lambda config, model: None)
+    monkeypatch.setattr("axo.train.check.check_device", lambda what, device: (device, None))  # as if it were here
     for one in searched.ranked[:6]:
         words = command_line(searched, one).split()
         assert words[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "4"]

@@ -207,8 +207,9 @@ def test_a_row_with_stages_runs_as_it_says(monkeypatch: pytest.MonkeyPatch) -> N
                             schedules=("1f1b", "zero-bubble"))  # fmt: skip
     made = planner.plan(asked)
     configs: list[TrainConfig] = []
-    monkeypatch.setattr("axo.train.runner.run", lambda config, found: configs.append(config))
-    monkeypatch.setattr("axo.train.early.check_device", lambda what, device: (device, None))  # as if it were here
+    monkeypatch.setattr("axo.train.runner.launch_local", lambda _, ranks, config, *args, **more: configs.append(config))
+    monkeypatch.setattr("axo.train.check.check_machine", lambda config, model: None)
+    monkeypatch.setattr("axo.train.check.check_device", lambda what, device: (device, None))  # as if it were here
     for one in made.ranked[:6]:
         assert one.stages is not None
         words = command_line(made, one).replace(" DATA ", f" {__file__} ").split()

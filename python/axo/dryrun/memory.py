@@ -146,8 +146,8 @@ class Ledger:
         """Take note of what is there now."""
         if self._leaving:
             self._forget()
-        known = self._peaks.get(self.phase)
-        if known is None or self._total > known.total:
+        peak = self._peaks.get(self.phase)
+        if peak is None or self._total > peak.total:
             self._peaks[self.phase] = Peak(self.phase, {kind: self.now[kind] for kind in KINDS})
 
 
