@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import shlex
 
-from axo.perf import tesseract
 from axo.perf.planner import Candidate, GridPlan
 from axo.perf.workload import Workload
 
@@ -31,8 +30,7 @@ def batch_of(made: GridPlan, candidate: Candidate) -> int:
     run, grid = candidate.run, candidate.grid
     if candidate.stages is not None or not run.rows:
         return made.request.sequences
-    groups = (tesseract.as_much_as(grid) if candidate.algorithm == "tesseract" else grid).data
-    return run.rows // made.request.workload.seq_length * groups * run.micro_batches
+    return run.rows // made.request.workload.seq_length * run.held_as(grid).data * run.micro_batches
 
 
 def steps_of(made: GridPlan) -> int:
@@ -102,7 +100,7 @@ def litgpt_line(made: GridPlan, candidate: Candidate) -> str:
         parts += [*_stages(candidate), "--microbatches", str(run.micro_batches)]
         parts += [] if candidate.stages.even else ["--cuts", "planner"]
     parts += ["--offload", "optimizer"] if run.offload else []
-    groups = tesseract.as_much_as(grid).data if candidate.algorithm == "tesseract" else grid.z * grid.data
+    groups = run.held_as(grid).z * run.held_as(grid).data
     model = ["--model_config", workload.file] if workload.file else []
     train = {"global_batch_size": batch, "micro_batch_size": batch // groups // pieces,
              "max_seq_length": workload.seq_length,

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from axo.grid import AXES
-from axo.matmul.cost import chunk
-from axo.perf import layer_time
 from axo.perf.chrome_trace import STREAMS, Span
-from axo.perf.memory import GIB
 from axo.perf.pipeline_schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Timeline
 from axo.perf.planner import GridPlan
 from axo.perf.simulator import Simulation
@@ -39,15 +35,13 @@ _MOST_BARS = 2000  # drawn one by one
 
 
 def plan_plots(made: GridPlan, simulation: Simulation | None = None) -> dict[str, bytes]:
-    """Return the plots of a plan: rank against time, stacked breakdown, roofline; the step's streams and memory."""
+    """Return the plots of a plan: rank against time, stacked breakdown; the streams of a simulated step."""
     plots = {
         "Step time of every grid, best first": png(_ranking(made)),
         "Where the time goes, best grids": png(_breakdown(made)),
-        "Roofline of the best grid's products": png(_roofline(made)),
     }
     if simulation is not None:
-        plots["One simulated step"] = timeline([span for span in simulation.spans if span.rank == 0])
-        plots["Memory held over the step"] = png(_memory(simulation, made.request.machine.memory_gib))
+        plots["One simulated step"] = timeline(simulation.spans)
     return plots
 
 
@@ -94,41 +88,6 @@ def bars(names: list[str], parts: dict[str, list[float]]) -> Any:
     return figure
 
 
-def _roofline(made: GridPlan) -> Any:
-    """Products of the best grid by arithmetic intensity, under the machine's two roofs."""
-    figure, axes = new_figure(8.5, 3.8)
-    machine, best, workload = made.request.machine, made.best, made.request.workload
-    rows = chunk(best.run.group_rows(best.grid), best.grid.z)
-    memory, rate = machine.memory_gbs * 1e9, machine.gemm_flops
-    seen = {}
-    for block in workload.blocks:
-        for layer in block.layers:
-            if layer.kind == "linear":
-                k, n = layer.local_sizes(best.grid)
-                mine, experts = rows * layer.rows, layer.experts
-                flops, moved = experts * 2.0 * mine * k * n, experts * 2.0 * (mine * k + k * n + mine * n)
-                seconds = layer_time.products(layer, best.grid, best.run.group_rows(best.grid), machine, 1)[0]
-                seen[layer.name] = (flops / moved, flops / seconds / 1e12)
-    low, high = 0.5 * rate / memory, 4 * max([intensity for intensity, _ in seen.values()] + [rate / memory])
-    points = [low, rate / memory, high]
-    axes.plot(points, [min(rate, memory * p) / 1e12 for p in points], color="black", lw=1.2, label="roof in a step")
-    axes.axhline(machine.gemm_tflops, color="#566173", ls=":", label="large product, measured or assumed")
-    axes.axhline(machine.peak_tflops, color="#566173", ls="--", label="advertised peak")
-    near: dict[int, list[str]] = {}
-    for name, (intensity, reached) in seen.items():
-        axes.plot(intensity, reached, "o", color=COLORS["x"], ms=5)
-        near.setdefault(round(4 * math.log10(intensity)), []).append(name)
-    for number, names in enumerate(near.values()):
-        text = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-        offset = (0, -14 - 12 * (number % 3))
-        axes.annotate(text, seen[names[0]], xytext=offset, textcoords="offset points", fontsize=8, ha="right", va="top")
-    axes.set(xlabel="flops a byte moved", ylabel="TFLOP/s a GPU", xscale="log", yscale="log")
-    plain_log(axes.yaxis)
-    axes.legend(fontsize=8, loc="lower right")
-    axes.set_title(f"forward products of {best.grid}", fontsize=10)
-    return figure
-
-
 def timeline(spans: list[Span], title: str = "") -> bytes:
     """Return one rank's step as a PNG: a lane for each stream that has something in it, waits hatched."""
     lanes = [stream for stream in STREAMS if any(span.stream == stream for span in spans)]
@@ -165,17 +124,6 @@ def _merge(spans: list[tuple[float, float]], total: float) -> list[tuple[float, 
         else:
             merged.append([start, start + length])
     return [(start, max(end - start, total / 2000)) for start, end in merged]
-
-
-def _memory(simulation: Simulation, limit: float) -> Any:
-    figure, axes = new_figure(8.5, 2.8)
-    times = [when for when, _ in simulation.memory]
-    axes.step([*times, simulation.seconds], [h / GIB for _, h in simulation.memory] + [simulation.memory[-1][1] / GIB],
-              where="post", color=COLORS["products"], lw=1)  # fmt: skip
-    axes.axhline(limit, color=COLORS["x"], ls="--", lw=1, label="a GPU's memory")
-    axes.set(xlabel="seconds", ylabel="GiB held", xlim=(0, simulation.seconds), ylim=(0, None))
-    axes.legend(fontsize=8)
-    return figure
 
 
 def pipeline_timeline(found: Timeline, title: str = "") -> bytes:
