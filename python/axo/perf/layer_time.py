@@ -193,58 +193,31 @@ def calls_of(
 
     Those of one expert, where there are several.
     """
-    rows = max(1, round(rows * layer.rows))
-    split, arrangement = run.sequence_parallel, ARRANGEMENTS[run.algorithm]
+    rows, split = max(1, round(rows * layer.rows)), run.sequence_parallel
+    arrangement = ARRANGEMENTS[run.algorithm]
+    where: dict[str, Any] = {"arrangement": arrangement, "coords": coords}
     if layer.kind == "linear":
-        copies = layer.kv_copies(grid.x)
-        gathered: list[cost.Call] = []
+        copies, gathered = layer.kv_copies(grid.x), list[cost.Call]()
         if split and layer.gathers:
             gathered = cost.gather_sequence(
                 grid, rows, layer.in_features, itemsize=run.itemsize, recompute=checkpointed, coords=coords
             )
+        sums = layer.input_grad and (arrangement.square or not layer.shares_input)  # else summed with the first's
         return gathered + cost.linear(
-            grid,
-            rows,
-            layer.in_features,
-            layer.out_features,
-            layer.bias,
-            transposed=layer.transposed,
-            itemsize=run.itemsize,
-            recompute=checkpointed,
-            gathers=gathers,
-            input_grad=layer.input_grad and (arrangement.square or not layer.shares_input),  # summed with the first's
-            copied_features=layer.kv_features if copies > 1 else 0,
-            copies=copies,
-            sequence_parallel=split,
-            arrangement=arrangement,
-            coords=coords,
-        )
+            grid, rows, layer.in_features, layer.out_features, layer.bias, transposed=layer.transposed,
+            itemsize=run.itemsize, recompute=checkpointed, gathers=gathers, input_grad=sums,
+            copied_features=layer.kv_features if copies > 1 else 0, copies=copies, sequence_parallel=split, **where,
+        )  # fmt: skip
     if layer.kind == "embedding":
-        return cost.embedding(
-            grid,
-            rows,
-            layer.in_features,
-            layer.out_features,
-            sequence_parallel=split,
-            arrangement=arrangement,
-            coords=coords,
-        )
+        return cost.embedding(grid, rows, layer.in_features, layer.out_features, sequence_parallel=split, **where)
     if layer.kind == "norm":
         return cost.norm(
-            grid,
-            rows,
-            layer.out_features or layer.in_features,
-            kind=layer.norm,
-            recompute=checkpointed,
+            grid, rows, layer.out_features or layer.in_features, kind=layer.norm, recompute=checkpointed,
             sequence_parallel=split and layer.on_stream,
             axis=arrangement.inner if layer.over == "x" else layer.over or None,
-            sum_grad_over=() if layer.over else (arrangement.inner,),
-            arrangement=arrangement,
-            coords=coords,
-        )
-    if layer.kind == "loss":
-        return cost.cross_entropy(grid, rows, arrangement=arrangement, coords=coords)
-    return []
+            sum_grad_over=() if layer.over else (arrangement.inner,), **where,
+        )  # fmt: skip
+    return cost.cross_entropy(grid, rows, **where) if layer.kind == "loss" else []
 
 
 def ends_block(layers: tuple[Layer, ...]) -> Layer | None:

@@ -33,7 +33,7 @@ KINDS: dict[str, Predicate] = {
 }
 
 
-class Other(NamedTuple):
+class Alternative(NamedTuple):
     """The fastest plan of a kind; where none fits, of the grids that were asked the one that needs least."""
 
     kind: str
@@ -41,9 +41,9 @@ class Other(NamedTuple):
     why: str
 
 
-def others(made: GridPlan) -> list[Other]:
+def others(made: GridPlan) -> list[Alternative]:
     """Return the best of each kind that was tried and that ``made.best`` is not of."""
-    costs, found = Costs(made.request.machine, made.request.workload.seq_length), list[Other]()
+    costs, found = Costs(made.request.machine, made.request.workload.seq_length), list[Alternative]()
     for kind, belongs in KINDS.items():
         if _is(belongs, made.best):
             continue
@@ -54,7 +54,7 @@ def others(made: GridPlan) -> list[Other]:
                 why = f"does not fit{where}: {one.reason}"
             else:
                 why = f"most of it {cause(one.time, made.best.time)}" + (f"; the best{where}" if stopped else "")
-            found.append(Other(kind, one, why))
+            found.append(Alternative(kind, one, why))
     return found
 
 

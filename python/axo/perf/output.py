@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from axo.grid import AXES
 from axo.perf.command import PLACEHOLDERS, command_line, litgpt_line
 from axo.perf.memory import GIB
-from axo.perf.others import Other, others
+from axo.perf.others import Alternative, others
 from axo.perf.planner import INTERVAL, Candidate, GridPlan
 from axo.perf.stages import Stages
 
@@ -176,7 +176,7 @@ def plan_table(made: GridPlan, top: int) -> Table:
     return header, rows
 
 
-def others_table(found: Sequence[Other], best: Candidate) -> Table:
+def others_table(found: Sequence[Alternative], best: Candidate) -> Table:
     """Return the best plan of each other kind, how far it is behind, and why."""
     rows = []
     for kind, one, why in found:

@@ -31,6 +31,8 @@ _PARTS = {
     **{f"waiting for {axis}": COLORS[axis] for axis in AXES},
 }
 _PHASES = {"forward": "#3b6fb6", "backward": "#e08a3c", "product": "#5fc3d0", "dI": "#9a9a2e", "dW": "#8c5a44"}
+_ACTIONS = {FORWARD: ("#3b6fb6", "#8fb3e0"), BACKWARD: ("#e08a3c", "#f2c08f"), INPUT: ("#5f9e6e", "#a8d3b2"),
+            WEIGHT: ("#8c5a44", "#c39a87")}  # fmt: skip
 _MOST_BARS = 2000  # drawn one by one
 
 
@@ -134,28 +136,23 @@ def pipeline_timeline(found: Timeline, title: str = "") -> bytes:
     total = found.seconds or 1.0
     figure, axes = new_figure(12, 0.5 * found.ranks + 1.6)
     axes.grid(False)
-    shades = {FORWARD: ("#3b6fb6", "#8fb3e0"), BACKWARD: ("#e08a3c", "#f2c08f"), INPUT: ("#5f9e6e", "#a8d3b2"),
-              WEIGHT: ("#8c5a44", "#c39a87")}  # fmt: skip
-    labels = 12 * 130 / total  # pixels a second, about
-    for kind, colours in shades.items():
-        for later in (False, True):
-            mine = [one for one in found.ran if one.action.kind == kind and (one.action.stage >= found.ranks) == later]
-            for rank in range(found.ranks):
-                bars = [(one.start, one.end - one.start) for one in mine if one.rank == rank]
-                axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=colours[later], edgecolor="white", linewidth=0.4)
-            for one in mine:
-                if labels * (one.end - one.start) > 14:
-                    middle = (one.start + one.end) / 2
-                    axes.text(middle, one.rank, str(one.action.microbatch), ha="center", va="center", fontsize=6)
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for one in found.ran:
+        colour, seconds = _ACTIONS[one.action.kind][one.action.stage >= found.ranks], one.end - one.start
+        bars.setdefault((one.rank, colour), []).append((one.start, seconds))
+        if 12 * 130 / total * seconds > 14:  # pixels, about
+            axes.text(
+                one.start + seconds / 2, one.rank, str(one.action.microbatch), ha="center", va="center", fontsize=6
+            )
+    for (rank, colour), of_rank in bars.items():
+        axes.broken_barh(of_rank, (rank - 0.45, 0.9), facecolors=colour, edgecolor="white", linewidth=0.4)
+    names = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward: inputs", WEIGHT: "backward: weights"}
+    for kind in dict.fromkeys(one.action.kind for one in found.ran):
+        axes.broken_barh([], (0, 0), facecolors=_ACTIONS[kind][0], label=names[kind])
     axes.set_yticks(range(found.ranks), [f"rank {rank}" for rank in range(found.ranks)])
     axes.invert_yaxis()
     axes.set(xlabel="s", xlim=(0, total))
     axes.set_title(title, fontsize=10, loc="left")
-    drawn = {one.action.kind for one in found.ran}
-    names = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward: inputs", WEIGHT: "backward: weights"}
-    for kind, name in names.items():
-        if kind in drawn:
-            axes.broken_barh([], (0, 0), facecolors=shades[kind][0], label=name)
     axes.legend(fontsize=8, ncols=4, loc="upper right", bbox_to_anchor=(1, 1 + 0.75 / (0.5 * found.ranks)))
     return png(figure)
 
