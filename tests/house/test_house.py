@@ -46,7 +46,7 @@ REPLACED = {
 
 # A package may import those of a lower level, and itself. What stands here is the design's order of the house.
 LEVELS = [
-    {"errors", "files", "grid", "lazy", "settings"},
+    {"cores", "errors", "files", "grid", "lazy", "settings", "slurm"},
     {"check"},
     {"launch", "arrangement"},
     {"comm"},
@@ -453,7 +453,7 @@ def test_public_names_resolve(name):
 def test_environment_variables_stand_in_the_table():
     from axo.settings import VARIABLES
 
-    reads = re.compile(r"""(?:environ(?:\.get\(|\.setdefault\(|\[)|getenv\()\s*["'](AXO_\w+)""")
+    reads = re.compile(r"""(?:environ(?:\.get\(|\.setdefault\(|\[)|getenv\(|value_of\(|is_on\()\s*["'](AXO_\w+)""")
     read = {
         name
         for path in sources(".py", ".cpp", ".h")

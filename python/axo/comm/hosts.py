@@ -1,7 +1,7 @@
 """What serves CPU ranks, by the hosts that they are on.
 
 one host         shared memory
-several hosts    shared memory inside each host, torch's Gloo between them
+several hosts    shared memory inside each host, TCP between them (axo.comm.wire)
 
 Two ranks are on one host when hostname, boot id, network namespace and user are equal. ``simulate`` lets ranks of one
 machine play several hosts, for tests and benches.
@@ -12,18 +12,14 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import Store
 
+from axo.comm import wire
 from axo.comm.extension import _C
 from axo.comm.flight import arm
 from axo.comm.rendezvous import TimeLeft, gather, give_up, given_up, next_round
-from axo.errors import Aborted, Error, PeerLost, Timeout
-
-_GLOO_MEETS_S = 60.0
+from axo.errors import Aborted, PeerLost, Timeout
 
 
 def simulate(ranks_per_host: int, *, rate: float = 0.0, latency: float = 0.0) -> None:
@@ -101,24 +97,8 @@ def _met(
 def _between_hosts(
     store: Store, round_: str, rank: int, size: int, name: str, left: TimeLeft, identities: list[str]
 ) -> _C.Communicator:
-    meeting = timedelta(seconds=min(left(), _GLOO_MEETS_S))
-    try:
-        gloo = _gloo(dist.PrefixStore(f"{round_}/gloo", store), rank, size, meeting, identities)
-    except RuntimeError as error:
-        names = dict.fromkeys(identity.partition(" ")[0] for identity in identities)
-        raise Error(
-            f"communicator {name!r} (rank {rank} of {size}): the hosts {', '.join(names)} do not reach"
-            f" each other through Gloo; GLOO_SOCKET_IFNAME names the interface to use ({error})"
-        ) from None
-    return _C.create_hosts_communicator(store, round_, gloo, identities, name, int(left() * 1000))
-
-
-def _gloo(store: Store, rank: int, size: int, timeout: timedelta, identities: list[str]) -> dist.ProcessGroup:
-    """A Gloo group of these ranks. Simulated hosts of one machine use loopback."""
-    group: Any = dist.ProcessGroupGloo
-    machines = {identity.partition(" ")[2] for identity in identities}
-    device = group.create_device(hostname="127.0.0.1") if len(machines) == 1 else group.create_default_device()
-    options = group._Options()
-    options._devices = [device]
-    options._timeout = timeout
-    return group(store, rank, size, options)
+    who = f"communicator {name!r} (rank {rank} of {size})"
+    lines = wire.connect(store, round_, rank, size, identities, left, who)
+    return _C.create_hosts_communicator(
+        store, round_, rank, lines.data, lines.pulse, identities, name, int(left() * 1000)
+    )

@@ -34,7 +34,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from axo.errors import PeerLost, Timeout, raised
+from axo.comm import secret
+from axo.errors import Error, PeerLost, Timeout, raised
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between looks at the store
 _CLOSER_LOOK_S = 0.25  # between looks at who has come, and who has died
@@ -140,17 +141,20 @@ def gather(
     """
     round_ = next_round(store, place, rank)
     keys = [f"{round_}/{other}" for other in range(size)]
-    store.set(keys[rank], f"{process_alive()}\n{text}")
+    secret.leave(store, keys[rank], f"{process_alive()}\n{text}")
     closer_look = 0.0  # at each rank; it costs the store a question a rank
     for waited in _looks():
         if store.check(keys):
             if store.check([f"{round_}/late"]):
                 raise Timeout(f"{who}: this rank came too late: the others waited in vain, and have given up{hint}")
-            return [told.decode().partition("\n")[2] for told in store.multi_get(keys)]
+            told = store.multi_get(keys)
+            return [_opened(data, keys, other, who).partition("\n")[2] for other, data in enumerate(told)]
         late = waited >= seconds
         if late or waited >= closer_look:
             closer_look = waited + _CLOSER_LOOK_S * (1 + size // 32)
-            arrived = {other: store.get(key).decode() for other, key in enumerate(keys) if store.check([key])}
+            arrived = {
+                other: _opened(store.get(key), keys, other, who) for other, key in enumerate(keys) if store.check([key])
+            }
             if (gone := given_up(store, round_, who)) is not None:
                 raise gone
             late = late or store.check([f"{round_}/late"])
@@ -168,16 +172,30 @@ def gather(
     raise AssertionError("looks do not end")
 
 
+def _opened(data: bytes, keys: list[str], other: int, who: str) -> str:
+    """What a rank has left in the store for the others."""
+    try:
+        return secret.opened(data, keys[other])
+    except secret.Stranger:
+        raise Error(
+            f"{who}: rank {other} does not prove that it knows this rank's secret; every rank of a job has the same"
+            " AXO_SECRET or AXO_SECRET_FILE, or none has one"
+        ) from None
+
+
 def give_up(store: dist.Store, round_: str, rank: int, error: Exception) -> None:
     """Tell those who wait in this round, or will, what this rank has raised."""
-    store.set(f"{round_}/gave up", f"{rank} {raised(error)}")
+    secret.leave(store, f"{round_}/gave up", f"{rank} {raised(error)}")
 
 
 def given_up(store: dist.Store, round_: str, who: str) -> PeerLost | None:
     """What the others of a round get when a rank has given up in it; None: none has."""
     if not store.check([f"{round_}/gave up"]):
         return None
-    rank, _, error = store.get(f"{round_}/gave up").decode().partition(" ")
+    try:
+        rank, _, error = secret.read(store, f"{round_}/gave up").partition(" ")
+    except secret.Stranger:
+        return None
     return PeerLost(f"{who}: rank {rank} {error}", int(rank))
 
 
@@ -223,7 +241,7 @@ def _lead(store: dist.Store, world_size: int, seconds: float) -> str:
             elif store.check([f"axo/hello/{other}"]):
                 word = store.get(f"axo/hello/{other}").decode()
                 if word != answered:
-                    store.set(f"axo/start/{word}", name)
+                    secret.leave(store, f"axo/start/{word}", name)
                     missing[other] = word
         if not missing:
             break
@@ -246,7 +264,7 @@ def _follow(store: dist.Store, rank: int, world_size: int, seconds: float) -> st
                 f"connect (rank {rank} of {world_size}): rank 0 has not come within {seconds:.3g} s; it died at"
                 " start-up, or calls something else first"
             )
-    name = store.get(f"axo/start/{word}").decode()
+    name = secret.read(store, f"axo/start/{word}")
     store.set(f"axo/come/{name}/{rank}", "1")
     return name
 
