@@ -25,7 +25,7 @@ from axo.overlap.engine import Exchange
 from axo.overlap.events import TracedWork
 from axo.overlap.gathers import Gathers
 from axo.overlap.gradients import Buckets, Gradients
-from axo.perf import machine, readers, step_operations
+from axo.perf import machine, readers, simulator
 from axo.perf.chrome_trace import COMPUTE
 from axo.perf.layer_time import RunOptions
 from tests.launcher import run_ranks
@@ -189,9 +189,7 @@ def run_of(case: Case) -> RunOptions:
 def simulated(case: Case) -> list[Seen]:
     """The same from the operations of the planner's step."""
     workload = readers.from_litgpt(CONFIG, seq_length=LENGTH).with_checkpointing(case.checkpointed)
-    operations = step_operations.build(
-        workload, Grid.parse(case.grid), machine.load("perlmutter"), run_of(case)
-    ).operations
+    operations = simulator.operations(workload, Grid.parse(case.grid), machine.load("perlmutter"), run_of(case))
     layers = {layer.name for block in workload.blocks for layer in block.layers if layer.kind == "linear"}
     begun, products = [0], ("forward", "recompute", "dI", "dW")
     for operation in operations:

@@ -126,7 +126,7 @@ def test_page_is_whole_and_fetches_nothing(made: planner.GridPlan) -> None:
     text = output.plan_page(made, step, drawn)
     page = Page()
     page.feed(text)
-    assert page.open == [] and page.tags.count("img") == len(drawn) == 5
+    assert page.open == [] and page.tags.count("img") == len(drawn) == 3
     assert all(source.startswith("data:image/png;base64,") for source in page.fetched)
     assert "http" not in text.lower().replace("http-equiv", "") and "<script" not in text
     assert str(made.best.grid) in text
@@ -175,7 +175,7 @@ def test_commands_write_what_they_say(tmp_path: Path) -> None:
     call = f"simulate --model gpt-5b --grid 2x2x4x2 --machine frontier --batch-tokens 256k --trace {tmp_path}/t.json"
     done = CliRunner().invoke(cli.app, f"{call} --plot {tmp_path}/plots".split())
     assert done.exit_code == 0, done.output
-    assert "one step" in done.output and len(list((tmp_path / "plots").glob("*.png"))) == 5
+    assert "one step" in done.output and len(list((tmp_path / "plots").glob("*.png"))) == 3
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
@@ -297,5 +297,5 @@ def test_a_browser_shows_the_page_without_a_network(made: planner.GridPlan, tmp_
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "<title>{" in done.stdout, done.stderr[-2000:]
     seen = json.loads(html.unescape(done.stdout.split("<title>")[1].split("</title>")[0]))
-    assert len(seen["images"]) == 5 and min(seen["images"]) > 300
+    assert len(seen["images"]) == 3 and min(seen["images"]) > 300
     assert seen["rows"] > 20 and seen["wide"] <= 1200
