@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from axo.comm.agree import ranks_that_differ
 from axo.comm.connect import Communicators
-from axo.comm.counting import active as counting
+from axo.comm.counting import observers as counting
 from axo.nn.layer import ParallelLayer
 from axo.overlap.step_hooks import Arguments, before_steps, closure_of, with_closure
 from axo.settings import is_on
