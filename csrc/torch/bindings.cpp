@@ -117,7 +117,6 @@ void bind_communicator(py::module_& m) {
   py::class_<Communicator, std::shared_ptr<Communicator>> bound(m, "Communicator");
   bound.def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
-      .def_property_readonly("name", &Communicator::name)
       .def_property_readonly("transport", &Communicator::transport)
       .def("split", &Communicator::split, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Communicator::abort, py::call_guard<py::gil_scoped_release>())
