@@ -85,9 +85,8 @@ def load(
     shapes: dict[str, tuple[int, ...]] = {}
     optimized: set[str] = set()
     with on_all_ranks(group, (ValueError, OSError), lambda error: _said(given, error)) as told:
-        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-            raise ValueError(f"checkpoint: path={path!r}: the path is empty; name a checkpoint or a folder of them")
-        folders.check_local(path)
+        empty = f"checkpoint: path={path!r}: the path is empty; name a checkpoint or a folder of them"
+        folders.check_local(path, empty)
         given = os.path.abspath(path)
         newest = str(_resolve(Path(given))) if rank_in(group) == 0 else None
         told |= {"path": given, "optimizer": state.kind_of(optimizer), "strict": strict, "rng": rng, "trust": trust}
