@@ -86,13 +86,13 @@ def cpu_model() -> str:
 
 def versions() -> dict[str, str]:
     """Versions on which a measurement depends; part of the tuner's cache key."""
-    found = {"torch": torch.__version__, "triton": "none"}
+    installed = {"torch": torch.__version__, "triton": "none"}
     try:
-        found["triton"] = importlib.metadata.version("triton")  # without the second that importing it takes
+        installed["triton"] = importlib.metadata.version("triton")  # without the second that importing it takes
     except importlib.metadata.PackageNotFoundError:
         pass
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+        installed["cuda"] = torch.version.cuda
     if torch.version.hip:
-        found["hip"] = torch.version.hip
-    return found
+        installed["hip"] = torch.version.hip
+    return installed

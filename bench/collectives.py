@@ -27,6 +27,7 @@ import os
 import statistics
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from . import mpi
 from .lib import collective_calls as calls_of
 from .lib.arguments import Parser
 from .lib.collective_calls import BUS_FACTOR
+from .lib.picture import panels
 from .lib.table import Table, environment
 
 COLUMNS = {"op": "s", "rival": "s", "ranks": "d", "dtype": "s", "size": "d", "count": "d", "time_us": ".2f"}
@@ -121,18 +123,9 @@ def free_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
-class Copy:
-    """A copy of ``size`` bytes from memory to memory; all ranks call it at once."""
-
-    def __init__(self, size: int) -> None:
-        self.source, self.target = (torch.ones(size, dtype=torch.uint8).numpy() for _ in range(2))
-
-    def __call__(self) -> None:
-        np.copyto(self.target, self.source)
-
-    def traffic(self, ranks: int, seconds: list[float]) -> float:
-        """GB/s, read and written, of all ranks, for the median of ``seconds``."""
-        return 2 * self.source.nbytes * ranks / statistics.median(seconds) / 1e9
+def traffic_of(ranks: int, seconds: list[float]) -> float:
+    """GB/s, read and written, of all ranks that copy FLOOR_SIZE bytes each, for the median of ``seconds``."""
+    return 2 * FLOOR_SIZE * ranks / statistics.median(seconds) / 1e9
 
 
 def measure(
@@ -147,8 +140,9 @@ def measure(
     if "gloo" in rivals:
         groups["gloo"] = dist.new_group(backend="gloo")
     peer = mpi.Peer(mpi_folder, comm.rank) if mpi_folder else None
-    copy = Copy(FLOOR_SIZE)
-    traffic = copy.traffic(comm.size, time_calls({"copy": copy}, comm, FLOOR_SIZE, 5)["copy"])
+    target, source = (torch.ones(FLOOR_SIZE, dtype=torch.uint8).numpy() for _ in range(2))
+    copy = partial(np.copyto, target, source)
+    traffic = traffic_of(comm.size, time_calls({"copy": copy}, comm, FLOOR_SIZE, 5)["copy"])
     rows = []
     for op, size, dtype_name in cases:
         dtype = getattr(torch, dtype_name)
@@ -171,13 +165,15 @@ def measure(
         seconds = time_calls(timed, comm, count * dtype.itemsize, rounds)
         copied = seconds.pop("copy", None)
         for rival, times in seconds.items():
-            row = row_of(op, rival, comm.size, dtype_name, size, count * dtype.itemsize, count, times)
-            row["wrong"] = wrong[rival]
+            median, moved = statistics.median(times), count * dtype.itemsize
+            row = {"op": op, "rival": rival, "ranks": comm.size, "dtype": dtype_name, "case": size, "size": moved}
+            row |= {"count": count, "time_us": median * 1e6, "least_us": min(times) * 1e6, "wrong": wrong[rival]}
+            row |= {"algbw": moved / median / 1e9, "busbw": moved / median / 1e9 * BUS_FACTOR[op](comm.size)}
             for other in {"gloo", "mpi"} & set(seconds):
-                row[f"times_{other}"] = statistics.median(seconds[other]) / statistics.median(times)
+                row[f"times_{other}"] = statistics.median(seconds[other]) / median
             row["of_floor"] = None
             if copied is not None:
-                row["copy_gbs"] = copy.traffic(comm.size, copied)
+                row["copy_gbs"] = traffic_of(comm.size, copied)
                 if rival in FLOOR_BYTES:
                     row["of_floor"] = row["algbw"] * FLOOR_BYTES[rival] / row["copy_gbs"]
             rows.append(row)
@@ -185,26 +181,6 @@ def measure(
                 table.add(**row)
     comms.close()
     return rows, traffic
-
-
-def row_of(
-    op: str, rival: str, ranks: int, dtype: str, case: int, size: int, count: int, times: list[float]
-) -> dict[str, Any]:
-    seconds = statistics.median(times)
-    algbw = size / seconds / 1e9
-    return {
-        "op": op,
-        "rival": rival,
-        "ranks": ranks,
-        "dtype": dtype,
-        "case": case,
-        "size": size,
-        "count": count,
-        "time_us": seconds * 1e6,
-        "least_us": min(times) * 1e6,
-        "algbw": algbw,
-        "busbw": algbw * BUS_FACTOR[op](ranks),
-    }
 
 
 def time_calls(calls: dict[str, Any], comm: Any, size: int, rounds: int) -> dict[str, list[float]]:
@@ -234,30 +210,22 @@ def time_calls(calls: dict[str, Any], comm: Any, size: int, rounds: int) -> dict
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Bus bandwidth over size, a line for each operation, rival, dtype and number of ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     operations = sorted({row["op"] for row in rows if row["op"] != "barrier"}) or ["all_reduce"]
     columns = min(2, len(operations))
-    lines_of_axes = -(-len(operations) // columns)
-    size = (6 * columns, 4 * lines_of_axes)
-    figure, grid = pyplot.subplots(lines_of_axes, columns, figsize=size, squeeze=False)
-    for op, axes in zip(operations, grid.flat, strict=False):
-        lines: dict[tuple, list[tuple[int, float]]] = {}
-        for row in rows:
-            if row["op"] == op:
-                lines.setdefault((row["rival"], row["ranks"], row["dtype"]), []).append((row["size"], row["busbw"]))
-        for (rival, ranks, dtype), points in lines.items():
-            axes.loglog(*zip(*sorted(points), strict=True), marker="o", label=f"{rival}, {ranks} ranks, {dtype}")
-        axes.set(title=op, xlabel="size (bytes)", ylabel="busbw (GB/s)")
-        axes.grid(visible=True, which="major", alpha=0.3)
-        axes.legend(fontsize=6)
-    for axes in grid.flat[len(operations) :]:
-        axes.set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    lines_of_panels = -(-len(operations) // columns)
+    with panels(path, (6 * columns, 4 * lines_of_panels), lines_of_panels, columns) as every:
+        for panel in every[len(operations) :]:
+            panel.set_visible(False)
+        for op, panel in zip(operations, every, strict=False):
+            lines: dict[tuple, list[tuple[int, float]]] = {}
+            for row in rows:
+                if row["op"] == op:
+                    lines.setdefault((row["rival"], row["ranks"], row["dtype"]), []).append((row["size"], row["busbw"]))
+            for (rival, ranks, dtype), points in lines.items():
+                panel.loglog(*zip(*sorted(points), strict=True), marker="o", label=f"{rival}, {ranks} ranks, {dtype}")
+            panel.set(title=op, xlabel="size (bytes)", ylabel="busbw (GB/s)")
+            panel.grid(visible=True, which="major", alpha=0.3)
+            panel.legend(fontsize=6)
 
 
 if __name__ == "__main__":

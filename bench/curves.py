@@ -24,6 +24,7 @@ from axo.grid import Grid
 from axo.launch import RankFailed
 
 from .lib.arguments import Parser
+from .lib.picture import panels
 from .lib.table import Table, environment
 
 GRIDS = ("2x1x1x1", "1x2x1x1", "1x1x2x1", "1x1x1x2", "2x1x2x1", "2x2x2x1")
@@ -109,31 +110,22 @@ def train(run: str, file: Path) -> list[float]:
 
 def draw(curves: dict[str, list[float]], path: Path) -> None:
     """Losses over steps, and below them each grid's difference from stock."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1))
-    for number, (run, curve) in enumerate(curves.items()):
-        steps = range(1, len(curve) + 1)
-        if run == "litgpt":
-            above.plot(steps, curve, color="#c8ccd0", linewidth=13, label="litgpt pretrain, one device")
-            continue
-        above.plot(steps, curve, linewidth=max(10 - 1.7 * (number - 1), 1), label=run)  # narrower: none hides another
-        apart = [abs(loss - other) for loss, other in zip(curve, curves["litgpt"], strict=False)]
-        below.semilogy(steps, [max(value, 1e-9) for value in apart], linewidth=1, label=run)
-    below.axhline(LIMIT, color="#c0392b", linewidth=1)
-    below.text(1, LIMIT * 1.4, "1e-4", color="#c0392b", fontsize=8)
-    below.set_ylim(1e-9, 1e-3)
-    above.set_ylabel("training loss")
-    below.set_ylabel("|loss - litgpt's|\n(1e-9: the same)")
-    below.set_xlabel("optimizer step")
-    above.set_title("One configuration file: stock LitGPT and six grids (fp32)" if len(curves) == 7 else "LitGPT")
-    above.legend(fontsize=8, ncols=2)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with panels(path, (8, 6), 2, sharex=True, height_ratios=(2, 1)) as (above, below):
+        for number, (run, curve) in enumerate(curves.items()):
+            steps = range(1, len(curve) + 1)
+            if run == "litgpt":
+                above.plot(steps, curve, color="#c8ccd0", linewidth=13, label="litgpt pretrain, one device")
+                continue
+            above.plot(
+                steps, curve, linewidth=max(10 - 1.7 * (number - 1), 1), label=run
+            )  # narrower: none hides another
+            apart = [abs(loss - other) for loss, other in zip(curve, curves["litgpt"], strict=False)]
+            below.semilogy(steps, [max(value, 1e-9) for value in apart], linewidth=1, label=run)
+        below.axhline(LIMIT, color="#c0392b", linewidth=1)
+        below.text(1, LIMIT * 1.4, "1e-4", color="#c0392b", fontsize=8)
+        below.set(ylim=(1e-9, 1e-3), ylabel="|loss - litgpt's|\n(1e-9: the same)", xlabel="optimizer step")
+        above.set(ylabel="training loss", title="One configuration file: stock LitGPT and grids (fp32)")
+        above.legend(fontsize=8, ncols=2)
 
 
 if __name__ == "__main__":

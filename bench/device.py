@@ -27,7 +27,6 @@ import os
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -47,9 +46,10 @@ from axo_kernels import adapt, all_gather_matmul, matmul_all_reduce, matmul_redu
 from axo_kernels.tune.error_line import in_a_line
 
 from .lib.arguments import Parser
-from .lib.attempts import attempt, end, end_with_parent
+from .lib.attempts import attempt, end_with_parent
 from .lib.step_models import Contestant, Sizes, axo_contestant, serial
-from .lib.table import Table, environment, read_rows
+from .lib.table import Table, environment
+from .lib.trials import OutOfTimeError, Trial
 
 COLUMNS = {"check": "s", "ranks": "d", "bytes": "d", "us": ".1f", "wrong": "d"}
 OVERHEAD_US = 3.0
@@ -406,88 +406,76 @@ def in_processes(gpu: Any, size: int, checks: Sequence[str], table: Table) -> li
     Raises:
         RuntimeError: One of them failed, or they did not end within their time; what they had said is in the table.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", f"{__package__}.device", *(["--standin"] if gpu.kind == "standin" else [])]
-        command += ["--rank", ",".join(checks), str(size), str(folder)]
-        until = time.monotonic() + TOGETHER_SECONDS * (4 if gpu.kind == "standin" else 1)
+        command += ["--rank", ",".join(checks), str(size), folder]
+        until = time.perf_counter() + TOGETHER_SECONDS * (4 if gpu.kind == "standin" else 1)
         with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
+            where = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         ranks = [
-            subprocess.Popen([*command, str(rank)], env=os.environ | gpu.environment(rank, size) | {
-                "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            })
+            Trial([*command, str(rank)], os.environ | gpu.environment(rank, size) | where | {"RANK": str(rank)})
             for rank in range(size)
-        ]  # fmt: skip
-        try:
-            for number, rank in enumerate(ranks):
-                code = rank.wait(max(0.0, until - time.monotonic()))
-                if code and not (number == 1 and "death" in checks):
-                    raise RuntimeError(f"rank {number} of {size} ended with {code}: {_last_words(folder, number)}")
-        except subprocess.TimeoutExpired:
-            told = _last_words(folder, number)
-            raise RuntimeError(
-                f"{size} ranks did not end within {TOGETHER_SECONDS:g} s: rank {number} {told}"
-            ) from None
-        finally:
-            for rank in ranks:
-                end(rank)
-            rows = [row for number in range(size) for row in read_rows(folder / f"{number}.jsonl") if "check" in row]
-            for check in dict.fromkeys(row["check"] for row in rows):
-                mine = [row for row in rows if row["check"] == check]
-                us = [row["us"] for row in mine if row.get("us") is not None]
-                wrong = sum(row["wrong"] for row in mine if row.get("wrong") is not None)
-                apart = max((row["apart"] for row in mine if "apart" in row), default=None)
-                none = all(row.get("wrong") is None for row in mine)
-                table.add(
-                    check=check, ranks=size, bytes=mine[0].get("bytes"), us=max(us, default=None),
-                    wrong=None if none else wrong, one_gpu=gpu.shared(size), apart=apart,
-                )  # fmt: skip
-        return rows
-
-
-def _last_words(folder: Path, rank: int) -> str:
-    rows = read_rows(folder / f"{rank}.jsonl")
-    failed = [row["failed"] for row in rows if "failed" in row]
-    return failed[-1] if failed else f"in {rows[-1].get('begun', rows[-1])}" if rows else "has said nothing"
+        ]
+        failed: tuple[int, str] | None = None
+        for number, rank in enumerate(ranks):
+            try:
+                became = "" if failed else rank.wait(until)
+                if became and not (number == 1 and "death" in checks):
+                    failed = number, f"rank {number} of {size} {became}:"
+            except OutOfTimeError:
+                failed = number, f"{size} ranks did not end within {TOGETHER_SECONDS:g} s: rank {number}"
+        for rank in ranks:
+            rank.kill()
+        said = [rank.said() for rank in ranks]
+    rows = [row for each, _ in said for row in each if "check" in row]
+    for check in dict.fromkeys(row["check"] for row in rows):
+        mine = [row for row in rows if row["check"] == check]
+        us, apart, wrong = (
+            [row[name] for row in mine if row.get(name) is not None] for name in ("us", "apart", "wrong")
+        )
+        table.add(
+            check=check, ranks=size, bytes=mine[0].get("bytes"), us=max(us, default=None),
+            wrong=sum(wrong) if wrong else None, one_gpu=gpu.shared(size), apart=max(apart, default=None),
+        )  # fmt: skip
+    if failed:
+        each, last = said[failed[0]]
+        told = [row["failed"] for row in each if "failed" in row]
+        told += [f"in {last['begins']}"] if last else ["has said nothing"]
+        raise RuntimeError(f"{failed[1]} {told[0]}")
+    return rows
 
 
 def one_process(kind: type, checks: Sequence[str], size: int, folder: Path, number: int) -> None:
-    """One rank of :func:`in_processes`."""
+    """One rank of :func:`in_processes`: what it finds it prints."""
     end_with_parent()
     peers = folder / "peers"
     peers.mkdir(exist_ok=True)
     gpu, store = kind(peers), dist.FileStore(str(folder / "store"), size)
-    with (folder / f"{number}.jsonl").open("a", encoding="utf-8") as file:
 
-        def say(**row: Any) -> None:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
+    def say(**row: Any) -> None:
+        print(json.dumps(row), flush=True)
 
-        def run(name: str, call: Callable[..., None], *given: Any) -> None:
-            say(begun=name)
-            try:
-                call(*given, say)
-            except Exception as error:
-                say(failed=f"{name}: {in_a_line(error)}")
-                raise
+    def run(name: str, call: Callable[..., None], *given: Any) -> None:
+        say(begins=name)
+        try:
+            call(*given, say)
+        except Exception as error:
+            say(failed=f"{name}: {in_a_line(error)}")
+            raise
 
-        if gpu.kind == "standin":
-            torch.set_num_threads(1)
-        if "torch" in checks:
-            run("torch", torch_alone, gpu, store, number, size)
-        if "training" in checks:
-            run("training", trained, gpu, store, number, size)
-        wanted = [name for name in checks if name in CHECKS]
-        if wanted:
-            rank = Rank(gpu, store, number, size)
-            for name in wanted:
-                run(name, CHECKS[name], rank)
-            if not {"abort", "death"} & set(wanted):
-                rank.close()
-        file.flush()
-        if {"abort", "death"} & set(checks):
+    if gpu.kind == "standin":
+        torch.set_num_threads(1)
+    if "torch" in checks:
+        run("torch", torch_alone, gpu, store, number, size)
+    if "training" in checks:
+        run("training", trained, gpu, store, number, size)
+    if wanted := [name for name in checks if name in CHECKS]:
+        rank = Rank(gpu, store, number, size)
+        for name in wanted:
+            run(name, CHECKS[name], rank)
+        if {"abort", "death"} & set(wanted):
             os._exit(0)  # a communicator that has failed has no peaceful end to wait for
+        rank.close()
 
 
 def judged(extra: dict[int, float | None], shared: bool = False) -> dict[str, bool | str]:
@@ -495,10 +483,9 @@ def judged(extra: dict[int, float | None], shared: bool = False) -> dict[str, bo
     that of two on one GPU, where the library takes the network."""
     name = f"overhead over torch's NCCL backend under {OVERHEAD_US:g} us a call"
     alone, together = extra.get(1), extra.get(2)
-    if together is not None and not shared:
-        return {f"{name}: {together:.2f}": together < OVERHEAD_US}
     if together is not None:
-        return {f"{name}, two ranks on one GPU: {together:.2f}": together < OVERHEAD_US}
+        where = ", two ranks on one GPU" if shared else ""
+        return {f"{name}{where}: {together:.2f}": together < OVERHEAD_US}
     if alone is not None:
         return {name: f"not measured: one rank takes another path in NCCL ({alone:.2f} us there)"}
     return {name: "not measured"}

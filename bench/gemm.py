@@ -6,9 +6,8 @@
 ``triton`` is the kernel alone, in the best of the tiles that the tuner tried, ``gluon`` the same of the kernel for
 Hopper, ``tuned`` what the tuner chose. ``clock`` is the multiprocessors' in MHz behind some of torch's products.
 ``pct_peak``, of torch's, and ``own_pct``, of the faster of ours, are shares of what they can do at that clock, on a
-Hopper; elsewhere of the advertised peak. On an H100 SXM ``predicted_pct`` is what ``bench.roofline`` says of the best
-of the default and Hopper's tiles. ``accumulate_ratio``, of TN: torch's product and ``add_`` onto an fp32 gradient, over
-the faster of the two where it adds by itself.
+Hopper; elsewhere of the advertised peak (docs/roofline.md: what an H100 should reach). ``accumulate_ratio``, of TN:
+torch's product and ``add_`` onto an fp32 gradient, over the faster of the two where it adds by itself.
 
 All three layouts; the error is against fp64 on a sample of rows. Times are of many calls back to back, so they hold the
 host's part where that is the longer one; ``issued`` of a row has it alone. On a CPU the Triton kernel does not run
@@ -20,7 +19,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -42,11 +40,10 @@ from axo_kernels.tune.model_shapes import layers
 from axo_kernels.tune.timing import relative_error, sustained
 from axo_kernels.tune.tuner import runner
 
-from . import roofline
 from .lib import arguments, card
 from .lib.accuracy import sum_limit
 from .lib.arguments import Parser
-from .lib.attempts import attempt, works
+from .lib.attempts import attempt_each, works
 from .lib.table import Table, environment
 
 COLUMNS = {
@@ -55,7 +52,6 @@ COLUMNS = {
     "pct_peak": ".1f",
     "clock": ".0f",
     "own_pct": ".1f",
-    "predicted_pct": ".1f",
     "cupy_ratio": ".3f",
     "triton_ratio": ".3f",
     "gluon_ratio": ".3f",
@@ -97,12 +93,11 @@ def main(given: list[str] | None = None) -> int:
     dtype = getattr(torch, options.dtype)
     try:
         device = arguments.device("--device", options.device)
+        if not (options.sizes or options.models):
+            options.sizes = "1024,2048,4096,8192,16384,32768,65536" if device.type == "cuda" else "256,512,1024"
         products = _products(options, dtype)
     except ValueError as error:
         parser.error(str(error))
-    if not products:
-        options.sizes = "1024,2048,4096,8192,16384,32768,65536" if device.type == "cuda" else "256,512,1024"
-        products = _products(options, dtype)
     table = Table(COLUMNS, options.json, {"bench": "gemm"} | environment(device))
     measure(products, device, table, options.rounds, options.configs, options.seconds)
     return int(bool(table.failed) or any(not row["right"] for row in table.rows))
@@ -140,44 +135,31 @@ def measure(
     each: float | None = None,
     unfinished: str = "",
 ) -> int:
-    """Measure into the table each product that it lacks; says what it skips for lack of memory or time, and what fails.
+    """Measure into the table each product that it lacks; returns how many are left (:func:`attempt_each`).
 
     Args:
         each: Seconds of one product after which it hangs, and the process ends itself; None: never.
         unfinished: What could not be measured this time; such rows are measured again by a run that goes on.
-
-    Returns:
-        How many are left for lack of time, or of a device that works.
     """
-    known = {row["product"]: row for row in table.rows}  # the last of each
-    measured = {name for name, row in known.items() if not row.get("unfinished")} | table.failed.keys()
-    products = sorted(products, key=lambda one: one.name in known)  # new ones first
+    earlier = {row["product"]: row for row in table.rows}  # the last of each
+    measured = {name for name, row in earlier.items() if not row.get("unfinished")}
     table.rows.clear()
-    products = [product for product in products if product.name not in measured]
-    memory = Cache("a bench keeps its own", devices.versions(), Path(os.devnull))
     tuner = Tuner(
         "first-step",
         configs=configs,
-        cache=memory,
+        cache=Cache("a bench keeps its own", devices.versions(), Path(os.devnull)),
         budget=0.3,
         rounds=9,
         progress=lambda done, total, name: table.begins(name),
     )
-    started, left = time.perf_counter(), 0
-    for index, product in enumerate(products):
-        if time.perf_counter() - started > seconds:
-            left = len(products) - index
-            table.note(f"stopped after {seconds:.0f} s: {left} products not measured")
-            break
+    cases = {}
+    for product in sorted(products, key=lambda one: one.name in earlier):  # new ones first
         if device.type == "cuda" and 4 * product.bytes > torch.cuda.get_device_properties(device).total_memory:
             table.note(f"{product.name}: does not fit the memory, not measured")
-            continue
-        one = partial(_against_torch, product, device, table, tuner, rounds, unfinished)
-        if not attempt(product.name, one, device, table, each):
-            left = len(products) - index - 1
-            table.note(f"the device stopped working: {left} products not measured")
-            break
-    table.rows[:] = (known | {row["product"]: row for row in table.rows}).values()
+        elif product.name not in measured:
+            cases[product.name] = partial(_against_torch, product, device, table, tuner, rounds, unfinished)
+    left = attempt_each(cases, "products", device, table, seconds, each)
+    table.rows[:] = (earlier | {row["product"]: row for row in table.rows}).values()
     for rival in ("tuned", "triton", "gluon"):
         ratios = [row[f"{rival}_ratio"] for row in table.rows if row.get(f"{rival}_ratio")]
         if ratios:
@@ -224,15 +206,16 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     if product.layout == "TN" and "triton" in calls:
         grouped_tile = _best_tile(tuner, product, True)
         adding = adding_calls(a, b, [None, *([grouped_tile] if grouped_tile else [])])
-        found = _checked(dict(adding), partial(adding_error, a=a, b=b), adding, left_out, device)
-        errors |= {f"{name} accumulated": error for name, error in found.items() if name != "torch"}
-        limits |= {f"{name} accumulated": sum_limit(product.k, product.dtype) for name in found}
+        added_errors = _checked(dict(adding), partial(adding_error, a=a, b=b), adding, left_out, device)
+        errors |= {f"{name} accumulated": error for name, error in added_errors.items() if name != "torch"}
+        limits |= {f"{name} accumulated": sum_limit(product.k, product.dtype) for name in added_errors}
         added = max((1 / one.ratio for one in sustained(list(adding.values()), device, rounds)[1:]), default=None)
     card_state = working(calls["torch"], timings["torch"].seconds, device)
     rate = product.flops / timings["torch"].seconds
     advertised, clock = peak_of(device), card_state.get("sm_mhz")
     peak = peak_at(device, clock)
     share = 100 / peak if peak and product.dtype != torch.float32 else None
+    ratios = {"tuned_ratio": own_ratio} | {f"{name}_ratio": 1 / timing.ratio for name, timing in timings.items()}
     own = [timings[name].seconds for name in ("triton", "gluon") if name in timings]
     table.add(
         product=product.name,
@@ -241,12 +224,8 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         own_pct=share * product.flops / min(own) if share and own else None,
         clock=clock,
         pct_advertised=100 * rate / advertised if advertised else None,
-        predicted_pct=_predicted(product, device),
-        cupy_ratio=1 / timings["cupy"].ratio if "cupy" in timings else None,
-        triton_ratio=1 / timings["triton"].ratio if "triton" in timings else None,
-        gluon_ratio=1 / timings["gluon"].ratio if "gluon" in timings else None,
+        **ratios,
         accumulate_ratio=added,
-        tuned_ratio=1 / timings["tuned"].ratio if "tuned" in timings else own_ratio,
         error=max(errors.values()),
         chosen=choice.name,
         right=all(error < limits[name] for name, error in errors.items() if name != "torch"),
@@ -274,9 +253,9 @@ def working(call: Callable[[], object], seconds: float, device: torch.device) ->
     for _ in range(max(2, min(500, int(0.02 / seconds)))):
         call()
     middle.synchronize()
-    found = card.state(device)
+    state = card.state(device)
     torch.cuda.synchronize(device)
-    return found
+    return state
 
 
 def _checked(
@@ -324,17 +303,6 @@ def adding_error(call: Callable[[], torch.Tensor], a: torch.Tensor, b: torch.Ten
     return relative_error(master[rows], a.T[rows].double() @ b.double() + 1)
 
 
-def _predicted(product: Product, device: torch.device) -> float | None:
-    """Percent of the peak that is predicted of the best of the default and Hopper's tiles; None but on an H100 SXM."""
-    name = _name(device) if device.type == "cuda" else ""
-    if "H100" not in name or "PCIe" in name or "NVL" in name or product.dtype == torch.float32:
-        return None
-    known, tiles = roofline.known_counts(), roofline.ways(product)
-    return 100 * max(
-        roofline.predicted(product, kind, config, known).share for kind, config in tiles if kind == "matmul"
-    )
-
-
 def _best_tile(tuner: Tuner, product: Product, grouped: bool) -> Config | None:
     """Of the tiles that the tuner has found right, the fastest, of the kernel for Hopper or of the others."""
     tiles = [
@@ -347,7 +315,8 @@ def _best_tile(tuner: Tuner, product: Product, grouped: bool) -> Config | None:
 
 def peak_of(device: torch.device) -> float | None:
     """The advertised dense bf16 rate, FLOP/s; None where PEAKS lacks the device."""
-    return next((rate for name, rate in PEAKS.items() if device.type == "cuda" and name in _name(device)), None)
+    called = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((rate for name, rate in PEAKS.items() if name in called), None)
 
 
 def peak_at(device: torch.device, mhz: float | None) -> float | None:
@@ -358,10 +327,6 @@ def peak_at(device: torch.device, mhz: float | None) -> float | None:
 
 
 _FLOPS_A_CYCLE = 4096  # of a Hopper's multiprocessor: 132 of them at 1,830 MHz are the advertised 989 TFLOP/s
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
 
 
 def _error(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layout: str) -> float:

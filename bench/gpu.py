@@ -117,84 +117,69 @@ def measure(out: Path, seconds: float, walk: bool, fresh: bool, smoke: bool = Fa
         code = next((row["ended"] for row in rows_of(part, out) if "ended" in row), None)
         if code is not None:
             print(f"--- {part.name}: has ended before", flush=True)
-            failed += int(code != 0)
-            continue
-        until = time.perf_counter() + part.share * (seconds - (time.perf_counter() - started))
-        code, whole = run_in_turns(part, out, until, walk, stopped, smoke)
+        else:
+            until = time.perf_counter() + part.share * (seconds - (time.perf_counter() - started))
+            code, whole = run(part, out, until, [part.walk] if walk else ["--smoke"] if smoke else [], stopped)
+            if whole:  # one that was stopped, died or left something out runs again next time
+                with (out / f"{part.name}.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"ended": code, "of": known}) + "\n")
         failed += int(code != 0)
-        if code is not None and whole:  # one that was stopped, died or left something out runs again next time
-            with (out / f"{part.name}.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"ended": code, "of": known}) + "\n")
         verdicts(out, stopped)  # after each: the rest may cost the machine
-    verdicts(out, stopped)
     spent = time.perf_counter() - started
     print(f"gpu: {spent:.0f} of {seconds:.0f} s, {failed} of {len(PARTS)} parts failed", flush=True)
     return failed
 
 
-def run_in_turns(
-    part: Part, out: Path, until: float, walk: bool, stopped: dict[str, str], smoke: bool = False
-) -> tuple[int | None, bool]:
-    """Run one bench, and once more where it goes on and something new has stopped it: see :func:`run`."""
-    again, failed = False, setbacks(part, out)
-    while True:
-        code, whole = run(part, out, until - time.perf_counter(), walk, stopped, again, smoke)
-        before, failed = failed, setbacks(part, out)
-        again = part.goes_on and not (code is not None and whole) and bool(failed - before)
-        if not again or until - time.perf_counter() < AGAIN:
-            return code, whole
+def run(part: Part, out: Path, until: float, how: list[str], stopped: dict[str, str]) -> tuple[int | None, bool]:
+    """Run one bench until its time is over, and once more where it goes on and something new has stopped it.
 
-
-def run(
-    part: Part, out: Path, seconds: float, walk: bool, stopped: dict[str, str], again: bool, smoke: bool = False
-) -> tuple[int | None, bool]:
-    """Run one bench within ``seconds``; what has become of it, where it has no end, goes into ``stopped``.
-
-    Args:
-        again: On the same machine, so that Triton's cache is there.
+    What has become of it, where it has no end, goes into ``stopped``.
 
     Returns:
         How many of its verdicts failed, None where it did not come to its end; and whether it left out nothing.
     """
-    print(f"--- {part.name}: at most {seconds:.0f} s", flush=True)
-    how = [part.walk] if walk else ["--smoke"] if smoke else []
     command = [sys.executable, "-m", f"{__package__}.{part.name}", "--out", str(out), *how]
-    if part.goes_on:
-        command += ["--seconds", f"{seconds - ENDING:.0f}", *(["--again"] if again else [])]
-    stopped.pop(part.name, None)
-    try:
-        code = attempts.run_within(command, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        stopped[part.name] = f"stopped after {seconds:.0f} s, {doing(part, out)}"
-        print(f"{part.name}: {stopped[part.name]}; what it had measured is in its file", flush=True)
-        return None, False
-    lines = rows_of(part, out)
-    ended = any("verdict" in line for line in lines)
-    if not ended:
-        stopped[part.name] = f"ended early with {code}, {doing(part, out)}"
-        print(f"{part.name}: {stopped[part.name]}", flush=True)
-    elif code:
-        print(f"{part.name}: {code} verdicts failed (the lines above)", flush=True)
-    return code if ended else None, not any(line.get(LEFT_OUT) for line in lines)
+    failed, again = setbacks(rows_of(part, out)), False
+    while True:
+        seconds = until - time.perf_counter()
+        print(f"--- {part.name}: at most {seconds:.0f} s", flush=True)
+        limits = ["--seconds", f"{seconds - ENDING:.0f}", *(["--again"] if again else [])] if part.goes_on else []
+        became = ""
+        try:
+            code: int | None = attempts.run_within([*command, *limits], timeout=seconds)
+        except subprocess.TimeoutExpired:
+            code, became = None, f"stopped after {seconds:.0f} s"
+        lines = rows_of(part, out)
+        if code is not None and not any("verdict" in line for line in lines):
+            code, became = None, f"ended early with {code}"
+        stopped.pop(part.name, None)
+        if code is None:
+            stopped[part.name] = f"{became}, {doing(lines)}"
+            print(f"{part.name}: {stopped[part.name]}", flush=True)
+        elif code:
+            print(f"{part.name}: {code} verdicts failed (the lines above)", flush=True)
+        whole = code is not None and not any(line.get(LEFT_OUT) for line in lines)
+        before, failed = failed, setbacks(lines)
+        again = part.goes_on and not whole and bool(failed - before)  # on the same machine: Triton's cache is there
+        if not again or until - time.perf_counter() < AGAIN:
+            return code, whole
 
 
 def rows_of(part: Part, out: Path) -> list[dict[str, Any]]:
     return read_rows(out / f"{part.name}.jsonl")
 
 
-def setbacks(part: Part, out: Path) -> set[str]:
+def setbacks(lines: list[dict[str, Any]]) -> set[str]:
     """What has failed of a part, or was cut off."""
-    rows = rows_of(part, out)
-    return {row["failed"] for row in rows if "failed" in row} | under_way(rows).keys()
+    return {line["failed"] for line in lines if "failed" in line} | under_way(lines).keys()
 
 
-def doing(part: Part, out: Path) -> str:
+def doing(lines: list[dict[str, Any]]) -> str:
     """What a part that has no end was in the middle of; of one that does not say, the last line."""
-    rows = rows_of(part, out)
-    cut_off = [f"{what}, at {within}" if within else what for what, within in under_way(rows).items()]
-    return (
-        f"in the middle of {cut_off[-1]}" if cut_off else f"after {json.dumps(rows[-1])[:200] if rows else 'nothing'}"
-    )
+    cut_off = [f"{what}, at {within}" if within else what for what, within in under_way(lines).items()]
+    if cut_off:
+        return f"in the middle of {cut_off[-1]}"
+    return f"after {json.dumps(lines[-1])[:200] if lines else 'nothing'}"
 
 
 def put_away(part: Part, out: Path, known: dict[str, Any], fresh: bool) -> None:
@@ -204,8 +189,8 @@ def put_away(part: Part, out: Path, known: dict[str, Any], fresh: bool) -> None:
     if end is not None:
         stands = same(end["of"], known)
     else:
-        here = {name: value for name, value in known.items() if name != "walk"}
-        stands = part.goes_on and bool(rows) and same(rows[0], here)
+        machine = {name: value for name, value in known.items() if name != "walk"}
+        stands = part.goes_on and bool(rows) and same(rows[0], machine)
     if path.exists() and (fresh or not stands):
         with tarfile.open(out / "before.tar", "a") as archive:
             archive.add(path, f"{time.strftime('%Y%m%d-%H%M%S')}/{path.name}")
@@ -227,11 +212,11 @@ def keep_to_eight(out: Path) -> None:
 
 def verdicts(out: Path, stopped: dict[str, str]) -> None:
     """Write the last verdicts of every part that has some, as ``part: verdict``; of others what became of them."""
-    found = []
+    lines = []
     for part in PARTS:
-        found += [f"{part.name}: {line['note']}" for line in rows_of(part, out) if "verdict" in line]
-        found += [f"{part.name}: {stopped[part.name]}: False"] if part.name in stopped else []
-    (out / "verdicts.txt").write_text("".join(f"{line}\n" for line in found), encoding="utf-8")
+        lines += [f"{part.name}: {line['note']}" for line in rows_of(part, out) if "verdict" in line]
+        lines += [f"{part.name}: {stopped[part.name]}: False"] if part.name in stopped else []
+    (out / "verdicts.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@
    Beside each, what it allocated at the fullest moment, and what the planner says of such a step.
 4. At the end a profile of one step of Axo's, `step_trace.json.gz`, for chrome://tracing or Perfetto.
 
-Contestants take turns; the time is the median of rounds, by events of the GPU's own clock, with a head start for the
-host, as in a training loop, which waits for nothing. What the host takes to issue a call stands beside it.
+Contestants take turns by one clock, that of the products (``axo_kernels.tune.timing.paired``): the GPU's own, with a
+head start for the host, as in a training loop, which waits for nothing. What the host takes to issue a call stands
+beside it, and the longer of the two is compared.
 
 A step is held to its own bound, in which nothing overlaps: model flops (6 a weight and token, and causal attention at
 half of the square; a third more of the blocks where they are computed anew) at the rate that torch's largest product
@@ -25,7 +26,6 @@ and the casts of autocast are left out of it.
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -37,9 +37,10 @@ import torch.nn.functional as F
 
 import axo
 from axo.grid import Grid
-from axo_kernels.tune.timing import issue_time, once, relative_error, sustained
+from axo_kernels.tune.timing import Timing, once, paired, relative_error, sustained
 
 from . import gemm
+from .lib import verdicts as judge
 from .lib.arguments import Parser
 from .lib.attempts import attempt
 from .lib.step_models import Contestant, Sizes, axo_contestant, serial
@@ -97,14 +98,17 @@ def bound(sizes: Sizes, flops: float, bandwidth: float) -> float:
     return (step_flops(sizes) + again) / flops + ADAMW_BYTES * parameters(sizes) / bandwidth
 
 
-def rates(device: torch.device, toy: bool) -> tuple[float, float]:
-    """FLOP/s of torch's bf16 product and bytes/s (read and written) of a copy, many back to back."""
+def rates(device: torch.device, toy: bool, table: Table) -> tuple[float, float]:
+    """FLOP/s of torch's bf16 product and bytes/s (read and written) of a copy, many back to back; a note of both."""
     n, size = (256, 1 << 16) if toy else (8192, 1 << 30)
     a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     product, copy = sustained([lambda: a @ b, lambda: target.copy_(source)], device, 3, 0.1)
-    return 2.0 * n**3 / product.seconds, 2.0 * size / copy.seconds
+    flops, bandwidth = 2.0 * n**3 / product.seconds, 2.0 * size / copy.seconds
+    told = f"torch's product: {flops / 1e12:.1f} TFLOP/s; a copy: {bandwidth / 1e9:.1f} GB/s"
+    table.note(told, flops=flops, bandwidth=bandwidth)
+    return flops, bandwidth
 
 
 def planned(sizes: Sizes) -> float:
@@ -124,17 +128,19 @@ def planned(sizes: Sizes) -> float:
 
 
 def in_turns(
-    contestants: dict[str, Callable[[], Any]], rounds: int, device: torch.device
-) -> dict[str, tuple[float, float]]:
-    """Median seconds of each, in turns, after two rounds that do not count, and what the host takes to issue it."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for run in contestants.values():
-        run()
-    issued = {name: issue_time(run, device) for name, run in contestants.items()}
-    for _ in range(rounds):
-        for name, run in contestants.items():
-            times[name].append(once(run, device, issued[name]))
-    return {name: (statistics.median(found), issued[name]) for name, found in times.items()}
+    case: str,
+    runs: dict[str, Callable[[], Any]],
+    rounds: int,
+    device: torch.device,
+    table: Table,
+    more: Callable[[str, float], dict[str, Any]],
+) -> dict[str, Timing]:
+    """Time contestants beside the first; a row each, with ``more`` of its name and seconds."""
+    timings = dict(zip(runs, paired(list(runs.values()), device, rounds), strict=True))
+    for name, timing in timings.items():
+        times = {"ms": 1e3 * timing.seconds, "host_ms": 1e3 * timing.issued, "ratio": timing.ratio}
+        table.add(case=case, contestant=name, **times, **more(name, timing.seconds))
+    return timings
 
 
 def layers(
@@ -147,18 +153,18 @@ def layers(
         mine = axo.nn.Linear(k, n, False, comms=comms)
         mine.load_serial(plain)
         x = torch.randn(rows, k, device=device, dtype=torch.bfloat16, requires_grad=True)
+        flops = 6.0 * rows * k * n
 
         def run(layer: torch.nn.Module, x: torch.Tensor = x) -> None:
             with torch.autocast(device.type, torch.bfloat16):
                 y = layer(x)
             y.backward(y.detach())
 
-        found = in_turns({"torch": partial(run, plain), "axo": partial(run, mine)}, rounds, device)
-        case = f"Linear {rows}x{k}x{n}"
-        for name, (seconds, host) in found.items():
-            times = {"ms": 1e3 * seconds, "host_ms": 1e3 * host, "ratio": seconds / found["torch"][0]}
-            table.add(case=case, contestant=name, tflops=6e-12 * rows * k * n / seconds, **times)
-        ratios.append(found["axo"][0] / found["torch"][0])
+        def rate(_: str, seconds: float, flops: float = flops) -> dict[str, Any]:
+            return {"tflops": 1e-12 * flops / seconds}
+
+        runs: dict[str, Callable[[], Any]] = {"torch": partial(run, plain), "axo": partial(run, mine)}
+        ratios.append(in_turns(f"Linear {rows}x{k}x{n}", runs, rounds, device, table, rate)["axo"].ratio)
     return ratios
 
 
@@ -179,11 +185,10 @@ def loss(comms: axo.Communicators, shape: tuple[int, int], rounds: int, table: T
         return logits.grad
 
     apart = relative_error(gradient("axo"), gradient("torch").double())
-    found = in_turns({name: partial(gradient, name) for name in losses}, rounds, device)
-    for name, (seconds, host) in found.items():
-        times = {"ms": 1e3 * seconds, "host_ms": 1e3 * host, "ratio": seconds / found["torch"][0]}
-        table.add(case=f"cross-entropy {rows}x{vocab}", contestant=name, loss=float(losses[name]().detach()), **times)
-    return found["axo"][0] / found["torch"][0], apart
+    runs: dict[str, Callable[[], Any]] = {name: partial(gradient, name) for name in losses}
+    value = lambda name, _: {"loss": float(losses[name]().detach())}  # noqa: E731
+    timings = in_turns(f"cross-entropy {rows}x{vocab}", runs, rounds, device, table, value)
+    return timings["axo"].ratio, apart
 
 
 def step(
@@ -210,25 +215,16 @@ def step(
         runs[name] = partial(one.step, ids[:, :-1], ids[:, 1:])
         losses[name] = float(runs[name]())
         runs[name]()  # with all moments there
-        peaks[name] = (peak_allocated(device) - before) / 2**30 if device.type == "cuda" else None
-    found = in_turns(runs, rounds, device)
-    state = gemm.working(runs["axo"], found["axo"][0], device)
-    for name, (seconds, host) in found.items():
-        times = {"ms": 1e3 * seconds, "host_ms": 1e3 * host, "ratio": seconds / found["torch"][0]}
-        speed = 1e-12 * step_flops(sizes) / seconds
+        peaks[name] = (allocated(device, peak=True) - before) / 2**30 if device.type == "cuda" else None
+    state = gemm.working(runs["axo"], once(runs["axo"], device), device)
+
+    def more(name: str, seconds: float) -> dict[str, Any]:
         memory = {"peak_gib": peaks[name], "planned_gib": planned(sizes) if name == "axo" else None}
-        of_bound = least / seconds
-        table.add(
-            case=case,
-            contestant=name,
-            tflops=speed,
-            loss=losses[name],
-            card=state,
-            of_bound=of_bound,
-            **times,
-            **memory,
-        )
-    return {name: (found[name][0] / found["torch"][0], abs(losses[name] - losses["torch"])) for name in runs}
+        speed = {"tflops": 1e-12 * step_flops(sizes) / seconds, "of_bound": least / seconds}
+        return {"loss": losses[name], "card": state, **speed, **memory}
+
+    timings = in_turns(case, runs, rounds, device, table, more)
+    return {name: (timing.ratio, abs(losses[name] - losses["torch"])) for name, timing in timings.items()}
 
 
 def in_fp8(one: Contestant) -> Contestant:
@@ -239,18 +235,15 @@ def in_fp8(one: Contestant) -> Contestant:
     return one
 
 
-def allocated(device: torch.device) -> int:
-    """Bytes that tensors have now; the peak begins anew."""
+def allocated(device: torch.device, peak: bool = False) -> int:
+    """Bytes that tensors have now, or had at the most since this was asked for last."""
     if device.type != "cuda":
         return 0
     gc.collect()
-    torch.cuda.reset_peak_memory_stats(device)
-    return int(torch.cuda.memory_allocated(device))
-
-
-def peak_allocated(device: torch.device) -> int:
     torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device))
+    most = int(torch.cuda.max_memory_allocated(device))
+    torch.cuda.reset_peak_memory_stats(device)
+    return most if peak else int(torch.cuda.memory_allocated(device))
 
 
 def rows_of(sizes: Sizes, device: torch.device) -> torch.Tensor:
@@ -291,77 +284,62 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.out / "gpu_step.jsonl"
     path.unlink(missing_ok=True)
     table = Table(COLUMNS, path, header, earlier=())  # nothing earlier; but what is under way stands in the file
-    ratios: list[float] = []
-    of_loss: list[tuple[float, float]] = []
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    toy, speeds = options.walk or options.smoke, [1.0, 1.0]
+    toy = options.walk or options.smoke
+    cases, results = TOY_STEPS if toy else STEPS, dict[str, Any]()
 
-    def measure_layers() -> None:
-        ratios.extend(layers(comms, TOY_LAYERS if toy else LAYERS, options.rounds, table))
+    def measure_step(case: str) -> dict[str, tuple[float, float]]:
+        least = bound(cases[case], *results.get("rates", (1.0, 1.0)))
+        return step(comms, case, cases[case], options.rounds, table, least)
 
-    def measure_loss() -> None:
-        of_loss.append(loss(comms, TOY_LOGITS if toy else LOGITS, options.rounds, table))
+    def measure(what: str, call: Callable[[], Any]) -> None:
+        results[what] = call()
 
-    def measure_step(case: str, sizes: Sizes) -> None:
-        found[case] = step(comms, case, sizes, options.rounds, table, bound(sizes, *speeds))
-
-    def measure_rates() -> None:
-        speeds[:] = rates(comms.device, toy)
-        told = f"torch's product: {speeds[0] / 1e12:.1f} TFLOP/s; a copy: {speeds[1] / 1e9:.1f} GB/s"
-        table.note(told, flops=speeds[0], bandwidth=speeds[1])
-
-    works = attempt("layers", measure_layers, comms.device, table)
-    cases = TOY_STEPS if toy else STEPS
-    calls: dict[str, Callable[[], None]] = {"rates": measure_rates, "loss": measure_loss}
-    calls |= {case: partial(measure_step, case, sizes) for case, sizes in cases.items()}
-    # last, since a profiler may fail where nothing else does
-    trace = options.out / "step_trace.json.gz"
-    calls["a profile"] = partial(profile, comms, next(iter(cases.values())), trace)
+    calls: dict[str, Callable[[], Any]] = {
+        "layers": partial(layers, comms, TOY_LAYERS if toy else LAYERS, options.rounds, table),
+        "rates": partial(rates, comms.device, toy, table),
+        "loss": partial(loss, comms, TOY_LOGITS if toy else LOGITS, options.rounds, table),
+        **{case: partial(measure_step, case) for case in cases},
+        # last, since a profiler may fail where nothing else does
+        "a profile": partial(profile, comms, next(iter(cases.values())), options.out / "step_trace.json.gz"),
+    }
+    works = True
     for what, call in calls.items():
-        works = works and attempt(what, call, comms.device, table)
+        works = works and attempt(what, partial(measure, what, call), comms.device, table)
         gc.collect()  # a cycle of frames keeps torch's first optimizer, and the memory that the next model needs
         if works and comms.device.type == "cuda":
             torch.cuda.empty_cache()
-    verdicts: dict[str, bool | str] = dict.fromkeys(table.failed.values(), False)
-    name = f"Axo's layers over torch's at worst (goal: at most {SLOWER:g})"
-    verdicts[name if toy or not ratios else f"{name}: {max(ratios):.3f}"] = (
-        "not measured" if toy or not ratios else max(ratios) <= SLOWER
-    )
-    for ratio, apart in of_loss:
-        name = f"cross-entropy, gradients apart (at most {GRADIENTS_APART:g}): {apart:.1e}"
-        verdicts[name] = apart <= GRADIENTS_APART
-        name = "cross-entropy over torch's (goal: at most 1)"
-        verdicts[name if toy else f"{name}: {ratio:.3f}"] = "not measured" if toy else ratio <= 1
-    for case, contestants in found.items():
-        for contestant, (ratio, apart) in contestants.items():
+    verdicts: judge.Verdicts = dict.fromkeys(table.failed.values(), False)
+    worst = None if toy else max(results.get("layers", ()), default=None)
+    verdicts |= judge.line("Axo's layers over torch's at worst", worst, SLOWER, at_most=True)
+    if "loss" in results:
+        ratio, apart = results["loss"]
+        verdicts |= judge.line("cross-entropy, gradients apart", apart, GRADIENTS_APART, at_most=True, form=".1e")
+        verdicts |= judge.line("cross-entropy over torch's", None if toy else ratio, 1.0, at_most=True)
+    for case in (case for case in cases if case in results):
+        for contestant, (ratio, apart) in results[case].items():
             if contestant == "torch":
                 continue
-            limit = FP8_APART if contestant.endswith("fp8") else LOSSES_APART
-            verdicts[f"{case}, losses of {contestant} apart (at most {limit:g}): {apart:.1e}"] = apart <= limit
-            goal = 1.0 if contestant.endswith("fp8") else SLOWER
-            name = f"{case}, the step of {contestant} over torch's (goal: at most {goal:g})"
-            verdicts[name if toy else f"{name}: {ratio:.3f}"] = "not measured" if toy else ratio <= goal
+            limit, goal = (FP8_APART, 1.0) if contestant.endswith("fp8") else (LOSSES_APART, SLOWER)
+            verdicts |= judge.line(f"{case}, losses of {contestant} apart", apart, limit, at_most=True, form=".1e")
+            name = f"{case}, the step of {contestant} over torch's"
+            verdicts |= judge.line(name, None if toy else ratio, goal, at_most=True)
         verdicts |= judged(case, [] if toy else [row for row in table.rows if row["case"] == case])
     return table.judge(verdicts)
 
 
-def judged(case: str, rows: list[dict[str, Any]]) -> dict[str, bool | str]:
+def judged(case: str, rows: list[dict[str, Any]]) -> judge.Verdicts:
     """Whether Axo's step is near its own bound, and takes the memory that the planner says."""
     mine = {row["contestant"]: row for row in rows}
-    name = f"{case}, the bound over Axo's step (goal: at least {OF_BOUND:g})"
+    one, rival = mine.get("axo", {}), mine.get("torch", {})
+    beside = f", torch's {rival['of_bound']:.3f}" if rival else ""
+    if clock := one.get("card", {}).get("sm_mhz"):
+        beside += f", at {clock:.0f} MHz"
+    verdicts = judge.line(f"{case}, the bound over Axo's step", one.get("of_bound"), OF_BOUND, beside=beside)
     memory = f"{case}, memory of Axo's step over the planner's (goal: {PLANNED[0]:g} to {PLANNED[1]:g})"
-    if "axo" not in mine:
-        return {name: "not measured", memory: "not measured"}
-    one, rival = mine["axo"], mine["torch"]
-    clock = f", at {one['card']['sm_mhz']:.0f} MHz" if one.get("card", {}).get("sm_mhz") else ""
-    share = one["of_bound"]
-    found: dict[str, bool | str] = {
-        f"{name}: {share:.3f}, torch's {rival['of_bound']:.3f}{clock}": share >= OF_BOUND,
-    }
     if one.get("peak_gib") is None:
-        return found | {memory: "not measured"}
+        return verdicts | {memory: "not measured"}
     told = f"{memory}: {one['peak_gib']:.2f} of {one['planned_gib']:.2f} GiB"
-    return found | {told: PLANNED[0] <= one["peak_gib"] / one["planned_gib"] <= PLANNED[1]}
+    return verdicts | {told: PLANNED[0] <= one["peak_gib"] / one["planned_gib"] <= PLANNED[1]}
 
 
 if __name__ == "__main__":

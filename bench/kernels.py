@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -39,7 +38,7 @@ from axo_kernels import device as devices
 from axo_kernels.fused.chunks import chunk_order
 from axo_kernels.fused.fp8 import SCALINGS
 from axo_kernels.fused.segments import SegmentedProduct
-from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.strategies import FusedPlan, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm import tiles
 from axo_kernels.gemm.layout import LAYOUTS, Product
 from axo_kernels.gemm.tiles import HOPPER, TRIED, Config
@@ -54,7 +53,7 @@ from . import gemm, overlap
 from .lib import compiled, fp8
 from .lib import verdicts as judge
 from .lib.arguments import Parser
-from .lib.attempts import bounded, case, end, end_with_parent, works
+from .lib.attempts import bounded, case, end_with_parent, works
 from .lib.launches import TRIAL_SIZES, launches
 from .lib.numerics import numerics
 from .lib.simulated import SimulatedCommunicator
@@ -63,8 +62,6 @@ from .lib.trials import OutOfTimeError, Trial
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
 HOPPER_SECTION = "the kernel for Hopper"
-# What is compiled ahead (lib/launches.py), and the sections that launch it; "gemm" is the products.
-COMPILED = {"numerics": {"numerics"}, "fused": {"strategies", "rounds", "graphs", "silence"}, "fp8": {"fp8"}}
 SECTION_SECONDS, CASE_SECONDS = 100.0, 60.0  # of a section, and of a product or a case, that does not hang
 OVERLAP_SECONDS, FP8_SECONDS = 40.0, 15.0  # kept for them before the products begin
 SMOKE_SIZES = 2  # of TRIAL_SIZES: without borders and with short sums
@@ -82,7 +79,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="all of it at toy sizes on the GPU")
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1), help="compiling processes")
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)  # N/M: compile the N-th of M parts, and end
-    parser.add_argument("--of", default="", help=argparse.SUPPRESS)  # sections whose kernels are compiled
     parser.add_argument("--grouped", default="", help=argparse.SUPPRESS)  # a layout: try the kernel for Hopper, and end
     parser.add_argument("--without", default="", help=argparse.SUPPRESS)  # its tiles that are not tried, by name
     parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)  # on a machine that has compiled all
@@ -94,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
         end_with_parent()
     if options.compile:
         part, parts = (int(number) for number in options.compile.split("/"))
-        compile_part(device, part, parts, options.of.split(","))
+        compile_part(device, part, parts)
         return 0
     if options.grouped:
         try:
@@ -116,16 +112,14 @@ def main(arguments: list[str] | None = None) -> int:
     toy = options.dry or options.smoke
     products = shapes(options.dry, options.smoke)
     measured = {row["product"] for row in earlier if "tuned_ratio" in row and not row.get("unfinished")}
-    waiting = {what for what, parts in COMPILED.items() if not parts <= ended}
-    if any(product.name not in measured for product in products):
-        waiting.add("gemm")
+    waiting = any(product.name not in measured for product in products)
     if not options.dry:
         # they fill the cache as well, which is gone with the machine that a run before was on
-        if tiles.HOPPER and (HOPPER_SECTION not in ended or ("gemm" in waiting and not options.again)):
+        if tiles.HOPPER and (HOPPER_SECTION not in ended or (waiting and not options.again)):
             trials = {layout: _trial(layout, _left_out(), options.smoke) for layout in LAYOUTS}
-        if waiting and not (options.again or options.smoke):
+        if not (options.again or options.smoke):
             jobs = options.jobs if not compiled.brought_along() else min(2, options.jobs)  # where there is little to do
-            compile_ahead(jobs, 0.25 * options.seconds, sorted(waiting))
+            compile_ahead(jobs, 0.25 * options.seconds)
             print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
     print(json.dumps(known))
     failed = [row for row in earlier if "failed" in row]
@@ -143,7 +137,6 @@ def main(arguments: list[str] | None = None) -> int:
         if options.dry
         else partial(tried, trials, started + 0.6 * options.seconds, table, options.smoke),
     }
-    late = {"numerics in fp16": partial(numerics, device, table, toy, (torch.float16,))}  # as bf16's but for a type
 
     def check(name: str, call: Callable[[], object]) -> None:
         if name in table.failed or (name in ended and not (trials and name == HOPPER_SECTION)):
@@ -173,56 +166,58 @@ def main(arguments: list[str] | None = None) -> int:
     shown = [row for row in latest if any(config.name in row["check"] for config in HOPPER)]
     verdicts[name] = all(row["error"] < row["limit"] for row in shown) if tried_whole and shown else "not measured"
 
-    def measure(name: str, table: Table, call: Callable[[], int]) -> None:
+    tables = [table]
+
+    def timed(
+        name: str, bench: str, columns: dict[str, str], mark: str, kept: float, call: Callable[[Table, float], int]
+    ) -> list[dict[str, Any]]:
+        """Time what one bench lacks in what is left but ``kept`` seconds; its rows, which have ``mark`` in them."""
+        rest = options.seconds - (time.perf_counter() - started)
+        mine = Table(columns, path, {"bench": bench}, [*failed, *(row for row in earlier if mark in row)])
+        tables.append(mine)
         counts: list[int] = []
-        if not section(name, lambda: counts.append(call()), device, table, verdicts):
+        timing = partial(call, mine, max(0.4 * rest, rest - kept))
+        if not section(name, lambda: counts.append(timing()), device, table, verdicts):
             left.append(name)
         elif counts[0]:
             left.append(f"{counts[0]} of {name}")
+        return mine.rows
 
-    spent = time.perf_counter() - started
-    speed = Table(gemm.COLUMNS, path, {"bench": "gemm"}, [*failed, *(row for row in earlier if "tuned_ratio" in row)])
-    rest = options.seconds - spent
     # products take all that there is, and what comes behind them has goals too
-    share = max(0.4 * rest, rest - OVERLAP_SECONDS - FP8_SECONDS)
-    timed = partial(gemm.measure, products, device, speed, 7, TRIED, share, CASE_SECONDS, unfinished)
-    measure("gemm", speed, timed)
-    verdicts |= judge.speed(speed.rows, gpt_shapes(), devices.target_of(device).units)
-
-    spent = time.perf_counter() - started
-    narrow = Table(fp8.COLUMNS, path, {"bench": "fp8"}, [*failed, *(row for row in earlier if "scaling" in row)])
+    rows = timed("gemm", "gemm", gemm.COLUMNS, "tuned_ratio", OVERLAP_SECONDS + FP8_SECONDS, lambda mine, seconds: (
+        gemm.measure(products, device, mine, 7, TRIED, seconds, CASE_SECONDS, unfinished)
+    ))  # fmt: skip
+    verdicts |= judge.speed(rows, gpt_shapes(), devices.target_of(device).units)
     fp8_shapes = [(64, 48, 32)] if options.dry else list(fp8.SHAPES[: 1 if options.smoke else None])
-    rest = options.seconds - spent
-    share = max(0.4 * rest, rest - OVERLAP_SECONDS)
-    measure("fp8's times", narrow, partial(fp8.measure, fp8_shapes, device, narrow, 7, share, CASE_SECONDS))
-    verdicts |= judge.fp8([] if options.dry else narrow.rows, SCALINGS)
-
-    spent = time.perf_counter() - started
-    cases = (row for row in earlier if "asked_share" in row)
-    hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"}, [*failed, *cases])
+    rows = timed("fp8's times", "fp8", fp8.COLUMNS, "scaling", OVERLAP_SECONDS, lambda mine, seconds: (
+        fp8.measure(fp8_shapes, device, mine, 7, seconds, CASE_SECONDS)
+    ))  # fmt: skip
+    verdicts |= judge.fp8([] if options.dry else rows, SCALINGS)
     widths = [(32, 32, 32)] if options.dry else [(1024, 1024, 1024)] if options.smoke else OVERLAP_SHAPES
-    asked = argparse.Namespace(size=4, rounds=3 if toy else 9, seconds=options.seconds - spent)
+    shares, counts = [0.4] if options.smoke else [0.2, 0.4, 0.8], [2, 4] if options.dry else [4, 8]
     dtype = torch.float32 if options.dry else torch.bfloat16
-    counts = [2, 4] if options.dry else [4, 8]
-    shares = [0.4] if options.smoke else [0.2, 0.4, 0.8]
-    timed = partial(overlap.measure, widths, shares, counts, dtype, device, hidden, asked, each=CASE_SECONDS)
-    measure("overlap", hidden, timed)
-    verdicts |= judge.overlap([] if options.dry else hidden.rows, overlap.OPERATIONS, OVERLAP_SHAPES)
-    for name, call in late.items():
-        if options.seconds - (time.perf_counter() - started) > LATE_SECONDS:
-            check(name, call)
-        else:
-            left.append(name)
+
+    def hides(mine: Table, seconds: float) -> int:
+        asked = argparse.Namespace(size=4, rounds=3 if toy else 9, seconds=seconds)
+        return overlap.measure(widths, shares, counts, dtype, device, mine, asked, each=CASE_SECONDS)
+
+    rows = timed("overlap", "overlap", overlap.COLUMNS, "asked_share", 0.0, hides)
+    verdicts |= judge.overlap([] if options.dry else rows, overlap.OPERATIONS, OVERLAP_SHAPES)
+    last = "numerics in fp16"  # as bf16's but for a type
+    if options.seconds - (time.perf_counter() - started) > LATE_SECONDS:
+        check(last, partial(numerics, device, table, toy, (torch.float16,)))
+    else:
+        left.append(last)
     latest = {row["check"]: row for row in table.rows}.values()
-    wrong = left or any(what.split(": ")[0] in sections | late for what in table.failed)
+    wrong = left or any(what.split(": ")[0] in {*sections, last} for what in table.failed)
     verdicts["all results right"] = not wrong and all(row["error"] < row["limit"] for row in latest)
-    verdicts |= {told: False for one in (table, speed, narrow, hidden) for told in one.failed.values()}
+    verdicts |= {told: False for one in tables for told in one.failed.values()}
     verdicts["seconds"] = f"{time.perf_counter() - started:.0f}"
     if options.dry:
         verdicts["dry run"] = "on a CPU: times mean nothing"
     if left:
-        hidden.note(f"left out: {', '.join(left)}; the same command goes on", **{LEFT_OUT: left})
-    return hidden.judge(verdicts)
+        table.note(f"left out: {', '.join(left)}; the same command goes on", **{LEFT_OUT: left})
+    return table.judge(verdicts)
 
 
 def section(
@@ -266,24 +261,23 @@ def _trial(layout: str, without: Iterable[str], smoke: bool = False) -> Trial:
     return Trial(_command("--grouped", layout, "--without", ",".join(without), *shorter))
 
 
-def compile_ahead(jobs: int, seconds: float, sections: Iterable[str]) -> None:
-    """Fill Triton's cache with what these sections launch, from several processes; one that fails or is late only
-    leaves compiling to the sections."""
-    named = ",".join(sections)
-    workers = [subprocess.Popen(_command("--compile", f"{part}/{jobs}", "--of", named)) for part in range(jobs)]
-    deadline = time.perf_counter() + seconds
+def compile_ahead(jobs: int, seconds: float) -> None:
+    """Fill Triton's cache with what the sections launch (lib/launches.py), from several processes; one that fails or is
+    late only leaves compiling to the sections."""
+    until = time.perf_counter() + seconds
+    workers = [Trial(_command("--compile", f"{part}/{jobs}"), rows=False) for part in range(jobs)]
     for part, worker in enumerate(workers):
         try:
-            if code := worker.wait(timeout=max(0.1, deadline - time.perf_counter())):
-                print(f"compiling, part {part}: ended with {code}", flush=True)
-        except subprocess.TimeoutExpired:
-            print(f"compiling, part {part}: not ready after {seconds:.0f} s", flush=True)
-            end(worker)
+            became = worker.wait(until)
+        except OutOfTimeError:
+            became = f"not ready after {seconds:.0f} s"
+        if became:
+            print(f"compiling, part {part}: {became}", flush=True)
 
 
-def compile_part(device: torch.device, part: int, parts: int, sections: Iterable[str]) -> None:
-    """Launch every ``parts``-th of what these sections launch, once, the longest compilations first."""
-    every = [one for one in launches(device, shapes(False), fp16=False) if one.section in sections]
+def compile_part(device: torch.device, part: int, parts: int) -> None:
+    """Launch every ``parts``-th of what the sections launch, once, the longest compilations first."""
+    every = launches(device, shapes(False), fp16=False)
     for one in sorted(every, key=lambda one: -one.weight)[part::parts]:
         try:
             one.call()
@@ -316,19 +310,15 @@ def tried(trials: dict[str, Trial], until: float, table: Table, smoke: bool = Fa
     try:
         for layout in trials:
             while what := _became_of(trials[layout], layout, until, table):
-                rows, last = trials[layout].said()
-                _add(rows, table)
-                told = f"{layout} {what}" + (f", in {last['begins']}" if last else "")
-                told += "".join(f"\n{row['trace']}" for row in rows if "trace" in row)
-                error = (RuntimeError if what.startswith("ended") else TimeoutError)(told)
-                if not last:
+                became, tile, traces = what
+                error = (RuntimeError if became.startswith("ended") else TimeoutError)(f"{layout} {became}{traces}")
+                if tile is None:
                     raise error
-                tiles.HOPPER = tuple(config for config in tiles.HOPPER if config.name != last["tile"])
-                table.fail(f"{HOPPER_SECTION}: {last['tile']}", error, tile=last["tile"])
+                tiles.HOPPER = tuple(config for config in tiles.HOPPER if config.name != tile)
+                table.fail(f"{HOPPER_SECTION}: {tile}", error, tile=tile)
                 if time.perf_counter() > until:
-                    raise OutOfTimeError(f"no time was left to try {layout} behind {last['tile']}")
+                    raise OutOfTimeError(f"no time was left to try {layout} behind {tile}")
                 trials[layout] = _trial(layout, _left_out(), smoke)
-            _add(trials[layout].said()[0], table)
     except OutOfTimeError:
         raise
     except (TimeoutError, RuntimeError) as error:
@@ -338,20 +328,27 @@ def tried(trials: dict[str, Trial], until: float, table: Table, smoke: bool = Fa
             trial.kill()
 
 
-def _became_of(trial: Trial, layout: str, until: float, table: Table) -> str:
-    """:meth:`Trial.wait`; that no time was left says which layout, and where it was."""
+def _became_of(trial: Trial, layout: str, until: float, table: Table) -> tuple[str, str | None, str] | None:
+    """Wait for a trial's end; its rows go into the table. None: nothing is wrong. Else what became of it, the tile that
+    it was in where that is known, and the tracebacks that it printed.
+
+    Raises:
+        OutOfTimeError: No time was left; it says which layout, and where it was.
+    """
+    late = ""
     try:
-        return trial.wait(until, QUIET)
+        became = trial.wait(until, QUIET)
     except OutOfTimeError as error:
-        rows, last = trial.said()
-        _add(rows, table)
-        raise OutOfTimeError(f"{layout}: {error}" + (f", in {last['begins']}" if last else "")) from None
-
-
-def _add(rows: list[dict[str, Any]], table: Table) -> None:
+        became = late = f"{layout}: {error}"
+    rows, last = trial.said()
     for row in rows:
         if "check" in row:
             table.add(**row)
+    within = f", in {last['begins']}" if last else ""
+    if late:
+        raise OutOfTimeError(late + within)
+    traces = "".join(f"\n{row['trace']}" for row in rows if "trace" in row)
+    return (became + within, last.get("tile"), traces) if became else None
 
 
 def left_of_hopper(earlier: list[dict[str, Any]]) -> tuple[Config, ...]:
@@ -450,11 +447,11 @@ def rounds(device: torch.device, table: Any, dry: bool, often: int = 500) -> Non
     for number in range(count):
         x = torch.randint(-2, 3, (m, k), generator=generator, device=device).to(dtype)
         w = torch.randint(-2, 3, (n, k), generator=generator, device=device).to(dtype)
-        out, _full = run_all_gather(x, w, comm, "NT", "b", Way("signal", 3), keep=False)
+        out, _full = run_all_gather(x, w, comm, "NT", "b", FusedPlan("signal", 3), keep=False)
         expected = (x.float() @ w.float().T).to(dtype)
         wrong += (out != expected.repeat(1, 2)).any()
-        wrong += (run_reduce_scatter(w, x, comm, "NT", Way("signal", 4)) != 2 * expected.T[: n // 2]).any()
-        total, finish = start_all_reduce(x, w, comm, "NT", Way("signal", 2))
+        wrong += (run_reduce_scatter(w, x, comm, "NT", FusedPlan("signal", 4)) != 2 * expected.T[: n // 2]).any()
+        total, finish = start_all_reduce(x, w, comm, "NT", FusedPlan("signal", 2))
         finish()
         wrong += (total != 2 * expected).any()
         if number == 0:
@@ -480,7 +477,7 @@ def graphs(device: torch.device, table: Any, often: int = 50) -> None:
 def _graph(
     strategy: str, comm: SimulatedCommunicator, draw: Callable[[int], torch.Tensor], table: Any, often: int
 ) -> None:
-    way, x, w = Way(strategy, 2), draw(256), draw(512)
+    way, x, w = FusedPlan(strategy, 2), draw(256), draw(512)
     wrong = torch.zeros((), device=x.device)
 
     def operations() -> list[torch.Tensor]:
@@ -494,14 +491,14 @@ def _graph(
     comm.check()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = operations()
+        results = operations()
     graph.replay()
     comm.check()  # before many more have been put behind what waits
     for _ in range(often):
         x.copy_(draw(256))
         graph.replay()
         exact = (x.float() @ w.float().T).to(x.dtype)
-        for got, expected in zip(found, (exact.repeat(1, 2), 2 * exact.T[:256], 2 * exact), strict=True):
+        for got, expected in zip(results, (exact.repeat(1, 2), 2 * exact.T[:256], 2 * exact), strict=True):
             wrong += (got != expected).any()
     comm.check()
     table.add(check=f"{often} replays of a graph of {strategy} operations", error=float(wrong), limit=0.5)

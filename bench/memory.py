@@ -38,7 +38,7 @@ from axo.train import models
 from axo.train.config import TrainConfig
 
 from .lib.arguments import Parser
-from .lib.table import environment
+from .lib.table import environment, read_rows
 
 SEQUENCES, LENGTH = 16, 128
 _SIZES = {"n_layer": 2, "n_embd": 256, "n_head": 8, "padded_vocab_size": 2000, "block_size": LENGTH}
@@ -187,8 +187,7 @@ def case_of(line: dict[str, Any]) -> Case:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The cases that were measured."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line for line in lines if "case" in line]
+    return [line for line in read_rows(path) if "case" in line]
 
 
 def report(lines: list[dict[str, Any]]) -> int:

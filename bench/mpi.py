@@ -46,8 +46,8 @@ def ranks_of(ranks: int) -> Iterator[tuple[str | None, str]]:
     command = [mpirun, "--oversubscribe", "--allow-run-as-root", "-np", str(ranks), sys.executable, "-m"]
     command += ["bench.mpi" if __package__ == "bench" else "axo_bench.mpi"]
     with tempfile.TemporaryDirectory(prefix="axo-mpi-") as folder, open(f"{folder}/errors", "w+b") as errors:
-        here = Path(__file__).resolve().parent.parent
-        with subprocess.Popen([*command, folder], stdout=subprocess.DEVNULL, stderr=errors, cwd=here) as process:
+        root = Path(__file__).resolve().parent.parent
+        with subprocess.Popen([*command, folder], stdout=subprocess.DEVNULL, stderr=errors, cwd=root) as process:
             end = time.monotonic() + START_SECONDS
             while len(list(Path(folder).glob("rank-*"))) < ranks and process.poll() is None and time.monotonic() < end:
                 time.sleep(0.05)

@@ -16,8 +16,8 @@ no launch of the host is in any of them (one GPU, simulated; ``-`` elsewhere).
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -28,14 +28,14 @@ from axo_kernels import FusedCommunicator, SignalTimeout, adapt
 from axo_kernels import device as devices
 from axo_kernels.fused.chunks import chunk_order
 from axo_kernels.fused.segments import SegmentedProduct
-from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.strategies import FusedPlan, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import Product, product_of
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.tune.timing import paired, relative_error
 
 from .lib import arguments
 from .lib.arguments import Parser
-from .lib.attempts import attempt
+from .lib.attempts import attempt_each
 from .lib.simulated import SimulatedCommunicator
 from .lib.table import Table, environment
 
@@ -145,36 +145,19 @@ def measure(
 ) -> int:
     """Measure every operation and share that the table lacks, by every strategy and chunk count.
 
-    Without other ranks, which would wait for ever, a case that fails leaves the rest their turn. One that takes longer
-    than ``each`` seconds hangs, and the process ends itself.
-
     Returns:
         How many are left when ``options.seconds`` have passed, or the device has stopped working.
     """
-    started = time.perf_counter()
     measured = {(row["operation"], row["shape"].split()[1], row["asked_share"]) for row in table.rows}
-    cases = [
-        (operation, shape, share)
-        for shape in shapes
-        for operation in OPERATIONS
-        for share in shares
-        if (operation, "x".join(map(str, shape)), share) not in measured
-        and _name(operation, shape, share) not in table.failed
-    ]
     captured = ["split", "signal"]  # strategies that graphs may hold
-    for index, (operation, shape, share) in enumerate(cases):
-        if time.perf_counter() - started > options.seconds:
-            left = len(cases) - index
-            table.note(f"stopped after {options.seconds:.0f} s: {left} cases from {operation} {shape} {share} on")
-            return left
-        case = partial(_case, operation, shape, share, counts, dtype, device, table, options, comm, captured)
-        if comm is not None:
-            case()
-        elif not attempt(_name(operation, shape, share), case, device, table, each):
-            left = len(cases) - index - 1
-            table.note(f"the device stopped working: {left} cases not measured")
-            return left
-    return 0
+    cases = {
+        _name(operation, shape, share): partial(
+            _case, operation, shape, share, counts, dtype, device, table, options, comm, captured
+        )
+        for shape, operation, share in itertools.product(shapes, OPERATIONS, shares)
+        if (operation, "x".join(map(str, shape)), share) not in measured
+    }
+    return attempt_each(cases, "cases", device, table, options.seconds, each, together=comm is not None)
 
 
 def _name(operation: str, shape: tuple[int, int, int], share: float) -> str:
@@ -225,8 +208,8 @@ def _case(
     quiet = comm.without_effects() if isinstance(comm, SimulatedCommunicator) else nullcontext()
     calls: list[Callable[[], object]] = [gemm, serial, alone, *([own] if own else []), *rivals.values()]
     with quiet:
-        found = paired(calls, device, options.rounds)
-    timings = comm.maximum([timing.seconds for timing in found])
+        measured = paired(calls, device, options.rounds)
+    timings = comm.maximum([timing.seconds for timing in measured])
     comm.check() if device.type == "cuda" else None
     head, tail = timings[:3], timings[3 + bool(own) :]
     graphs: dict[object, float] = {}
@@ -268,32 +251,27 @@ def _hidden(fused: float, gemm: float, serial: float) -> float | None:
     return 1 - (fused - gemm) / (serial - gemm) if serial > gemm else None
 
 
-def _replayed(call: Callable[[], object], device: torch.device) -> Callable[[], object] | None:
-    """The call as replays of a captured graph, which has no launches of its own; None on a CPU.
-
-    The call must have run before, outside the capture.
-    """
-    if device.type != "cuda":
-        return None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def _graphs(
     calls: list[Callable[[], object]], device: torch.device, rounds: int, comm: FusedCommunicator
 ) -> list[float] | None:
-    """Seconds of each call as replays of a captured graph; None on a CPU. The calls have run before.
+    """Seconds of each call as replays of a captured graph, which has no launches of its own; None on a CPU.
+
+    The calls have run before, outside the capture.
 
     Raises:
         SignalTimeout: In a replay a flag was never set.
     """
-    replays = [replay for call in calls if (replay := _replayed(call, device))]
-    for replay in replays:
-        replay()
+    if device.type != "cuda":
+        return None
+    replays = []
+    for call in calls:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        replays.append(graph.replay)
+        graph.replay()
         comm.check()
-    return [timing.seconds for timing in paired(replays, device, rounds)] if replays else None
+    return [timing.seconds for timing in paired(replays, device, rounds)]
 
 
 def _bytes(operation: str, product: Product, size: int) -> float:
@@ -309,7 +287,7 @@ def _bytes(operation: str, product: Product, size: int) -> float:
 def _call(
     operation: str, a: torch.Tensor, b: torch.Tensor, comm: FusedCommunicator, layout: str, strategy: str, chunks: int
 ) -> Callable[[], torch.Tensor]:
-    way = Way(strategy, chunks)
+    way = FusedPlan(strategy, chunks)
     if operation == "matmul_reduce_scatter":
         return partial(run_reduce_scatter, a, b, comm, layout, way)
     if operation == "all_gather_matmul":

@@ -35,8 +35,7 @@ from axo.perf.stages import StageTimes, planned
 from axo.perf.workload import Workload
 from axo.train.data import rank_rows
 
-from .lib.arguments import Parser
-from .lib.link import rate
+from .lib.arguments import Parser, rate
 from .lib.table import Table, environment
 from .papers.calibrate import spearman
 from .papers.equations import agnostic as one_bandwidth

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from .lib.clock import slowest
 from .lib.table import Table, environment
 
 COLUMNS = {"case": "s", "ranks": "d", "size": "d", "rounds": "d", "complete": "d", "reduce_ms": ".1f"}
@@ -46,14 +46,10 @@ def measure(shared: bool, rounds: int) -> dict[str, Any]:
     count = SIZE // 4
     data = axo.empty_shared((count,)).zero_() if shared else torch.zeros(count)
 
-    def slowest(action: Callable[[], Any]) -> float:
-        comm.barrier()
-        start = time.perf_counter()
-        action()
-        spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-        return float(comm.all_reduce(spent, "max"))
+    def reduced() -> None:
+        comm.all_reduce(data, async_op=True).wait()
 
-    reduce = statistics.median(slowest(lambda: comm.all_reduce(data, async_op=True).wait()) for _ in range(9))
+    reduce = statistics.median(slowest(comm, reduced) for _ in range(9))
     a, b = torch.ones(512, 512), torch.ones(512, 512)
     out = torch.empty(512, 512)
     torch.matmul(a, b, out=out)
@@ -62,33 +58,24 @@ def measure(shared: bool, rounds: int) -> dict[str, Any]:
         for _ in range(times):
             torch.matmul(a, b, out=out)
 
-    once = statistics.median(slowest(lambda: multiply(8)) for _ in range(9)) / 8
+    once = statistics.median(slowest(comm, partial(multiply, 8)) for _ in range(9)) / 8
     times = max(1, round(2 * reduce / once))
+    done = torch.zeros(1)
 
-    alone_reduce, alone_matmul, together, complete = [], [], [], 0
+    def both() -> None:
+        work = comm.all_reduce(data, async_op=True)
+        multiply(times)
+        done.fill_(work.is_completed())
+        work.wait()
+
+    seconds, complete = [], 0
     for _ in range(rounds):
-        alone_reduce.append(slowest(lambda: comm.all_reduce(data, async_op=True).wait()))
-        alone_matmul.append(slowest(lambda: multiply(times)))
-        done = torch.zeros(1)
-
-        def both(done: torch.Tensor = done) -> None:
-            work = comm.all_reduce(data, async_op=True)
-            multiply(times)
-            done.fill_(work.is_completed())
-            work.wait()
-
-        together.append(slowest(both))
-        complete += int(comm.all_reduce(done, "min"))
+        seconds.append([slowest(comm, call) for call in (reduced, partial(multiply, times), both)])
+        complete += int(comm.all_reduce(done.clone(), "min"))
     comms.close()
-    medians = [statistics.median(values) * 1e3 for values in (alone_reduce, alone_matmul, together)]
+    alone, product, together = (1e3 * statistics.median(each) for each in zip(*seconds, strict=True))
     return {
-        "case": "shared" if shared else "private",
-        "ranks": comm.size,
-        "size": SIZE,
-        "rounds": rounds,
-        "complete": complete,
-        "reduce_ms": medians[0],
-        "matmul_ms": medians[1],
-        "both_ms": medians[2],
-        "cost": medians[2] / (medians[0] + medians[1]),
-    }
+        "case": "shared" if shared else "private", "ranks": comm.size, "size": SIZE, "rounds": rounds,
+        "complete": complete, "reduce_ms": alone, "matmul_ms": product, "both_ms": together,
+        "cost": together / (alone + product),
+    }  # fmt: skip

@@ -51,8 +51,8 @@ def core_tests(name: str, sanitizer: str = "", filter_: str = "", **variables: s
     command += [f"SAN={sanitizer}"] if sanitizer else []
     with tempfile.NamedTemporaryFile(mode="r") as results:
         row, output = run(name, command, {"AXO_RESULTS": results.name, "AXO_TEST_SECONDS": DEADLINE_S, **variables})
-        found = re.findall(r"^(\d+) tests, (\d+) failed", output, re.MULTILINE)
-        row["tests"], row["failed"] = (int(n) for n in found[-1]) if found else (0, 1)
+        counts = re.findall(r"^(\d+) tests, (\d+) failed", output, re.MULTILINE)
+        row["tests"], row["failed"] = (int(n) for n in counts[-1]) if counts else (0, 1)
         row["checks"] = sum(int(n) for n in re.findall(r"^\w+ +(\d+) checks ", output, re.MULTILINE))
         lines = [json.loads(line) for line in results.read().splitlines()]
     return row | ({"results": lines} if lines else {})
@@ -62,8 +62,8 @@ def device_tests(sanitizer: str) -> Row:
     row, output = run(
         f"stand-ins, {sanitizer}", ["make", "-s", "-j2", "-C", "csrc/tests/device", f"SAN={sanitizer}"], {}
     )
-    found = re.findall(r"^\w+: (\d+) tests, (\d+) failed", output, re.MULTILINE)
-    row["tests"], row["failed"] = sum(int(n) for n, _ in found), sum(int(n) for _, n in found) + (len(found) < 4)
+    counts = re.findall(r"^\w+: (\d+) tests, (\d+) failed", output, re.MULTILINE)
+    row["tests"], row["failed"] = sum(int(n) for n, _ in counts), sum(int(n) for _, n in counts) + (len(counts) < 4)
     return row
 
 

@@ -14,15 +14,13 @@ run them; on ranks that exist all share those. Columns: ms a step, how often fas
 rounds), tokens/s of all ranks, MFU and HFU (of --peak-tflops, else of the rate of a large product measured here), comm:
 the part of the step that a rank is blocked in communication (Axo alone knows), longer: by which part of it the step is
 longer than the same work without communication (plain torch, the last row, whose ``faster`` is what could be won at
-that work; median over rounds), MB: peak memory of the step, parameters and optimizer included, and the loss, which
-must agree.
+that work; median over rounds), and the loss, which must agree.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import math
 import multiprocessing
 import os
@@ -45,7 +43,7 @@ from .lib.arguments import Parser
 from .lib.table import Table, environment
 
 COLUMNS = {"case": "s", "contestant": "s", "ranks": "d", "ms": ".2f", "faster": ".2f", "tokens_s": ".0f"}
-COLUMNS |= {"mfu": ".3f", "hfu": ".3f", "comm": ".2f", "longer": ".3f", "mb": ".0f", "loss": ".4f"}
+COLUMNS |= {"mfu": ".3f", "hfu": ".3f", "comm": ".2f", "longer": ".3f", "loss": ".4f"}
 CASES = ("serial", "z", "x", "data", "pipeline")
 STEPS, COUNTED = 10, 8
 LOSS_LIMIT = {"32-true": 1e-3, "bf16-mixed": 5e-2}  # relative; the same weights after the same steps
@@ -67,7 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=1, help="times 10 steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--peak-tflops", type=float, default=None, help="of a rank")
-    parser.add_argument("--plot", type=Path, default=None, help="write a PNG here")
     options = parser.parse_args(arguments)
     unknown = set(options.cases.split(",")) - set(CASES)
     if unknown:
@@ -82,31 +79,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cpu" and options.precision == "bf16-mixed" and not has_bf16_products():
         table.note("this processor has no bf16 products: they are emulated, many times slower; try --precision 32-true")
     for case in options.cases.split(","):
-        stopped = None
-        try:
-            if rank:
-                rows = measure(case, options, table)
-            elif options.device == "cpu":
-                rows = measure_apart(case, options, table)
-            else:
-                rows = launch_local(measure, ranks_of(case, options), case, options, fork=False)
-        except Stopped as stop:
-            rows, stopped = stop.rows, stop
+        if rank:
+            rows = measure(case, options, table)
+        elif options.device == "cpu":
+            rows = measure_apart(case, options, table)
+        else:
+            rows = launch_local(measure, ranks_of(case, options), case, options, fork=False)
         for row in rows or []:
             table.add(**row)
-        if stopped is not None:
-            raise stopped
-    if options.plot and table.rows:
-        plot(table.rows, options.plot)
     return int(any(not row["right"] for row in table.rows))
-
-
-class Stopped(KeyboardInterrupt):
-    """Ctrl-C, with the rows of what was measured until then."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        super().__init__()
-        self.rows = rows
 
 
 def has_bf16_products() -> bool:
@@ -117,7 +98,7 @@ def has_bf16_products() -> bool:
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, without where it goes: a place of one machine."""
-    return {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
+    return {name: value for name, value in vars(options).items() if name != "json"}
 
 
 class Player:
@@ -130,10 +111,6 @@ class Player:
     def turn(self, step: int) -> tuple[float, float, float]:
         """As ``timed_step``."""
         return timed_step(self._contestant, self._batches[step], self._comms)
-
-    def memory(self) -> float | None:
-        """As ``peak_memory``."""
-        return peak_memory(self._contestant, self._batches[-1], torch.device(self._comms.device))
 
     def rate(self) -> float:
         """As ``product_rate``."""
@@ -165,9 +142,6 @@ class PlayerApart:
 
     def turn(self, step: int) -> tuple[float, float, float]:
         return self._ask("turn", step)
-
-    def memory(self) -> float | None:
-        return self._ask("memory")
 
     def rate(self) -> float:
         return self._ask("rate")
@@ -255,39 +229,23 @@ def ranks_of(case: str, options: argparse.Namespace) -> int:
 def compete(
     case: str, options: argparse.Namespace, players: Sequence[Player | PlayerApart], table: Table | None = None
 ) -> list[dict[str, Any]]:
-    """Give all players their turns; a row each.
-
-    Raises:
-        Stopped: Ctrl-C came; its rows are of the rounds that all had counted then, without memory.
-    """
+    """Give all players their turns; a row each."""
     seconds: dict[str, list[float]] = {each.name: [] for each in players}
     blocked: dict[str, list[float]] = {each.name: [] for each in players}
     losses: dict[str, float] = {}
-    memory: dict[str, float | None] = dict.fromkeys(seconds)
     ranks = ranks_of(case, options)
     peak = (options.peak_tflops or players[-1].rate()) * 1e12 * ranks
-    try:
-        for repeat in range(options.repeats):
-            for step in range(STEPS):
-                latest: dict[str, float] = {}
-                for player in players[:: -1 if step % 2 else 1]:
-                    spent, waited, latest[player.name] = player.turn(step)
-                    if step >= STEPS - COUNTED:
-                        seconds[player.name].append(spent)
-                        blocked[player.name].append(waited)
-                    if table is not None:
-                        done = f"step {repeat * STEPS + step + 1} of {options.repeats * STEPS}"
-                        table.progress(f"{case}: {done}: {player.name}, {1e3 * spent:.0f} ms")
-                losses = latest
-        memory = {each.name: each.memory() for each in players}
-    except KeyboardInterrupt:
-        rounds = min(map(len, seconds.values()))
-        if not rounds:
-            raise
-        for measured in (*seconds.values(), *blocked.values()):
-            del measured[rounds:]
-        raise Stopped(summarize(case, sizes_of(options), ranks, seconds, blocked, losses, memory, peak)) from None
-    return summarize(case, sizes_of(options), ranks, seconds, blocked, losses, memory, peak)
+    for repeat in range(options.repeats):
+        for step in range(STEPS):
+            for player in players[:: -1 if step % 2 else 1]:
+                spent, waited, losses[player.name] = player.turn(step)
+                if step >= STEPS - COUNTED:
+                    seconds[player.name].append(spent)
+                    blocked[player.name].append(waited)
+                if table is not None:
+                    done = f"step {repeat * STEPS + step + 1} of {options.repeats * STEPS}"
+                    table.progress(f"{case}: {done}: {player.name}, {1e3 * spent:.0f} ms")
+    return summarize(case, sizes_of(options), ranks, seconds, blocked, losses, peak)
 
 
 class Entry(NamedTuple):
@@ -374,35 +332,6 @@ def _synchronize(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_memory(contestant: models.Contestant, rows: Any, device: torch.device) -> float | None:
-    """Bytes: what the contestant holds between steps, and what one step adds at its highest. None where unknown."""
-    held = sum(parameter.numel() * parameter.element_size() for parameter in map(_local, contestant.model.parameters()))
-    held *= 3  # AdamW's two moments
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        start = torch.cuda.memory_allocated(device)
-        contestant.step(*rows)
-        return held + torch.cuda.max_memory_allocated(device) - start
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the highest resident size is counted from here
-    except OSError:
-        return None
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)  # what malloc keeps of earlier steps would count as held
-    start = _status("VmRSS")
-    contestant.step(*rows)
-    return held + max(0, _status("VmHWM") - start)
-
-
-def _local(parameter: Any) -> torch.Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
 def product_rate(sizes: models.Sizes, device: torch.device) -> float:
     """TFLOP/s of one rank in a 1024-cubed product of the compute dtype, all ranks at once."""
     dtype = torch.bfloat16 if sizes.precision == "bf16-mixed" else torch.float32
@@ -424,7 +353,6 @@ def summarize(
     seconds: dict[str, list[float]],
     blocked: dict[str, list[float]],
     losses: dict[str, float],
-    memory: dict[str, float | None],
     peak: float,
 ) -> list[dict[str, Any]]:
     """One row a contestant. ``faster`` is the median over steps of the first rival's time over this one's."""
@@ -451,33 +379,12 @@ def summarize(
                 "hfu": flops["hfu"] / mean / peak,
                 "comm": None if math.isnan(waited := statistics.fmean(blocked[name])) else waited / mean,
                 "longer": None if case == "serial" else statistics.median(longer),
-                "mb": None if (used := memory[name]) is None else used / 1e6,
                 "loss": losses[name],
                 "right": name == "no communication" or apart <= LOSS_LIMIT[sizes.precision],
                 "all_ms": [round(1e3 * value, 3) for value in seconds[name]],
             }
         )
     return rows
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """A bar a contestant, grouped by case."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 0.35 * len(rows) + 1.2), layout="constrained")
-    labels = [f"{row['case']}: {row['contestant']}" for row in rows]
-    colours = ["tab:blue" if row["contestant"].startswith("Axo") else "tab:grey" for row in rows]
-    axes.barh(labels, [row["ms"] for row in rows], color=colours)
-    for index, row in enumerate(rows):
-        axes.text(row["ms"], index, f" {row['ms']:.1f}", va="center", fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms a step (mean of the last 8 of 10)")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

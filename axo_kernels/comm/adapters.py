@@ -178,9 +178,9 @@ class DeviceAxoCommunicator(AxoCommunicator):
         if not self.caps:
             return super().capped(channels)
         if channels not in self._capped:
-            made = DeviceAxoCommunicator(self.communicator.capped(channels), self.timeout, self.op, channels)
-            made.ran = self.ran
-            self._capped[channels] = made
+            capped = DeviceAxoCommunicator(self.communicator.capped(channels), self.timeout, self.op, channels)
+            capped.ran = self.ran
+            self._capped[channels] = capped
         return self._capped[channels]
 
     def poll(self) -> None:

@@ -1,4 +1,4 @@
-"""What fused operations need from a communicator: the protocol, and the base of its adapters.
+"""What fused operations need from a communicator: the base of its adapters.
 
 Rank, size, three collectives that return pending work, two flag operations of a *communication stream*, and what is
 kept from call to call. ``fork()`` lets that stream run on its own, after what the compute stream has been given so far;
@@ -18,7 +18,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -34,7 +34,7 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
-class Ran:
+class FusedRun:
     """What a fused operation really did; ``comm.ran[-1]`` is the latest.
 
     Attributes:
@@ -53,44 +53,14 @@ class Ran:
     engine: str
 
 
-@runtime_checkable
-class CommunicatorProtocol(Protocol):
-    """What fused operations ask for: any object that has all of it serves. Tensors are contiguous, rows along dim 0.
-
-    Attributes:
-        rank, size: Of the ranks that communicate.
-        timeout: Seconds after which a flag that nobody sets is reported.
-        spins: Reads of a flag that a kernel does within that time.
-        reserved_units: Multiprocessors that a product which waits or signals leaves to the communication.
-        ran: The record: each operation appends a :class:`Ran`.
-        workspaces: The flags and buffers, made at an operation's first call at a shape.
-    """
-
-    rank: int
-    size: int
-    timeout: float
-    ran: deque[Ran]
-    workspaces: Workspaces
-
-    @property
-    def spins(self) -> int: ...
-    @property
-    def reserved_units(self) -> int: ...
-    def all_reduce(self, tensor: torch.Tensor) -> Pending: ...
-    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending: ...
-    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending: ...
-    def wait_flag(self, workspace: Workspace, number: int) -> None: ...
-    def write_flag(self, workspace: Workspace, number: int) -> None: ...
-    def fork(self, device: torch.device) -> None: ...
-    def join(self) -> None: ...
-    def abandon(self) -> None: ...
-    def poll(self) -> None: ...
-
-
 class FusedCommunicator:
     """Base of the adapters: the communication stream, the flags, the workspaces and the record of what ran.
 
-    Not thread-safe; make one per thread that issues operations.
+    Not thread-safe; make one per thread that issues operations. Tensors are contiguous, rows along dim 0.
+
+    Attributes:
+        ran: The record: each operation appends a :class:`FusedRun`.
+        workspaces: The flags and buffers, made at an operation's first call at a shape.
 
     Args:
         rank, size: Of the communicator underneath.
@@ -103,7 +73,7 @@ class FusedCommunicator:
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        self.ran: deque[Ran] = deque(maxlen=256)
+        self.ran: deque[FusedRun] = deque(maxlen=256)
         self.workspaces = Workspaces()
         self._host: HostStream | None = None
         self._stream: Any = None

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import torch
 
-from axo_kernels.comm.communicator import CommunicatorProtocol
+from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.device import interpreted, runs_triton
-from axo_kernels.fused.strategies import Way, gathered, split_gather
+from axo_kernels.fused.strategies import FusedPlan, gathered, split_gather
 from axo_kernels.gemm.layout import as_row_major, product_of
 
 SCALINGS = ("tensor", "row")
@@ -223,7 +223,7 @@ class _MatmulFp8(torch.autograd.Function):
 
 
 def run_all_gather_fp8(
-    a: torch.Tensor, shard: torch.Tensor, comm: CommunicatorProtocol, way: Way
+    a: torch.Tensor, shard: torch.Tensor, comm: FusedCommunicator, way: FusedPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``A W^T`` and the packed W, whose rows are rounded, then gathered; without autograd.
 
@@ -243,8 +243,8 @@ def run_all_gather_fp8(
     def part(_: torch.Tensor, rows: torch.Tensor, *, out: torch.Tensor, bias: None = None) -> torch.Tensor:
         """Rows of one rank (n, k) into (m, n), or of neighbours (ranks, n, k) into (ranks, m, n), as one product."""
         if out.numel():
-            found = _multiply_rounded(left, rows.flatten(0, -2), a.dtype)
-            out.copy_(found if rows.dim() == 2 else found.unflatten(1, rows.shape[:2]).transpose(0, 1))
+            product = _multiply_rounded(left, rows.flatten(0, -2), a.dtype)
+            out.copy_(product if rows.dim() == 2 else product.unflatten(1, rows.shape[:2]).transpose(0, 1))
         return out
 
     kept = split_gather(mine, a, out, comm, order, "b", part, None, keep=True)
@@ -253,7 +253,7 @@ def run_all_gather_fp8(
 
 
 def all_gather_matmul_fp8(
-    a: torch.Tensor, shard: torch.Tensor, comm: CommunicatorProtocol, *, strategy: str = "serial", chunks: int = 4
+    a: torch.Tensor, shard: torch.Tensor, comm: FusedCommunicator, *, strategy: str = "serial", chunks: int = 4
 ) -> torch.Tensor:
     """``A W^T`` with W's rows gathered in fp8: half of bf16's bytes, and ``SCALE_BYTES`` more a row.
 
@@ -268,7 +268,7 @@ def all_gather_matmul_fp8(
         ``(M, N)``. The gradient of the shard is reduced over the ranks in the operands' dtype, as their sum.
     """
     product_of(a, shard, "NT")
-    result: torch.Tensor = _AllGatherMatmulFp8.apply(a, shard, comm, Way(strategy, chunks))
+    result: torch.Tensor = _AllGatherMatmulFp8.apply(a, shard, comm, FusedPlan(strategy, chunks))
     return result
 
 

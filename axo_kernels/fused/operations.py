@@ -18,8 +18,15 @@ from dataclasses import replace
 
 import torch
 
-from axo_kernels.comm.communicator import CommunicatorProtocol, FusedCommunicator
-from axo_kernels.fused.strategies import Way, gathered, gathers, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.comm.communicator import FusedCommunicator
+from axo_kernels.fused.strategies import (
+    FusedPlan,
+    gathered,
+    gathers,
+    run_all_gather,
+    run_reduce_scatter,
+    start_all_reduce,
+)
 from axo_kernels.gemm.layout import autocast, check_layout
 from axo_kernels.gemm.matmul import BACKWARD, matmul
 
@@ -27,11 +34,11 @@ from axo_kernels.gemm.matmul import BACKWARD, matmul
 def matmul_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: CommunicatorProtocol,
+    comm: FusedCommunicator,
     layout: str = "NT",
     bias: torch.Tensor | None = None,
     *,
-    grad_comm: CommunicatorProtocol | None = None,
+    grad_comm: FusedCommunicator | None = None,
     strategy: str = "serial",
     chunks: int = 4,
 ) -> torch.Tensor:
@@ -49,14 +56,14 @@ def matmul_all_reduce(
     if grad_comm is not None:
         _check(grad_comm, "matmul_all_reduce", "grad_comm")
     a, b, lead = _operands("matmul_all_reduce", a, b, comm, layout, bias)
-    out: torch.Tensor = _MatmulAllReduce.apply(a, b, bias, comm, grad_comm, layout, Way(strategy, chunks))
+    out: torch.Tensor = _MatmulAllReduce.apply(a, b, bias, comm, grad_comm, layout, FusedPlan(strategy, chunks))
     return out if lead is None else out.view(*lead, out.shape[-1])
 
 
 def all_gather_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: CommunicatorProtocol,
+    comm: FusedCommunicator,
     layout: str = "NT",
     bias: torch.Tensor | None = None,
     *,
@@ -80,7 +87,7 @@ def all_gather_matmul(
         ``(..., M, size * N)`` with ``gather="b"``, ``(size * M, ..., N)`` with ``gather="a"``.
     """
     a, b, lead = _operands("all_gather_matmul", a, b, comm, layout, bias, gathered=gather == "b")
-    out: torch.Tensor = _AllGatherMatmul.apply(a, b, bias, comm, layout, gather, keep, Way(strategy, chunks))
+    out: torch.Tensor = _AllGatherMatmul.apply(a, b, bias, comm, layout, gather, keep, FusedPlan(strategy, chunks))
     if lead is None:
         return out
     first = lead[0] * comm.size if gather == "a" else lead[0]
@@ -90,7 +97,7 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: CommunicatorProtocol,
+    comm: FusedCommunicator,
     layout: str = "NT",
     *,
     strategy: str = "serial",
@@ -113,7 +120,7 @@ def matmul_reduce_scatter(
             f"matmul_reduce_scatter: dim 0 of a has {lead[0]} rows, which do not divide over {comm.size} ranks; pad to "
             f"{-(-lead[0] // comm.size) * comm.size}"
         )
-    out: torch.Tensor = _MatmulReduceScatter.apply(a, b, comm, layout, Way(strategy, chunks))
+    out: torch.Tensor = _MatmulReduceScatter.apply(a, b, comm, layout, FusedPlan(strategy, chunks))
     return out if lead is None else out.view(lead[0] // comm.size, *lead[1:], out.shape[-1])
 
 
@@ -121,7 +128,7 @@ def _operands(
     operation: str,
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: CommunicatorProtocol,
+    comm: FusedCommunicator,
     layout: str,
     bias: torch.Tensor | None = None,
     gathered: bool = False,
@@ -145,9 +152,8 @@ def _operands(
     return a.flatten(0, -2), b, a.shape[:-1]
 
 
-def _check(comm: CommunicatorProtocol, operation: str, name: str = "comm") -> None:
-    # our own first: asking a protocol takes microseconds
-    if not (isinstance(comm, FusedCommunicator) or isinstance(comm, CommunicatorProtocol)):
+def _check(comm: FusedCommunicator, operation: str, name: str = "comm") -> None:
+    if not isinstance(comm, FusedCommunicator):
         raise ValueError(
             f"{operation}: {name} is a {type(comm).__name__}; wrap it once with axo_kernels.adapt(...) and keep the "
             f"result, which holds workspaces and records"

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from axo_kernels import device as devices
-from axo_kernels.comm.communicator import CommunicatorProtocol
+from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.fused.chunks import NO_FLAG, ChunkOrder, Segment, tile_table
 from axo_kernels.fused.workspace import Workspace
 from axo_kernels.gemm.layout import Product, as_row_major, check_offsets
@@ -36,7 +36,7 @@ class SegmentedProduct:
 
     product: Product
     workspace: Workspace
-    comm: CommunicatorProtocol
+    comm: FusedCommunicator
     bias: torch.Tensor | None = None
     config: Config | None = None
 
@@ -122,7 +122,7 @@ def alignment(order: ChunkOrder) -> int:
     return math.gcd(16, *(number for three in borders for number in three))
 
 
-def programs_left(comm: CommunicatorProtocol, device: torch.device) -> int:
+def programs_left(comm: FusedCommunicator, device: torch.device) -> int:
     """Programs of a kernel that waits or signals: all resident at once, beside the communication's thread blocks.
 
     One a multiprocessor, whatever the tile: more would also be put on those that are left to the communication, whose

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from axo_kernels import device as devices
-from axo_kernels.comm.communicator import CommunicatorProtocol, FusedCommunicator, Pending, Ran
+from axo_kernels.comm.communicator import FusedCommunicator, FusedRun, Pending
 from axo_kernels.fused.chunks import ChunkOrder, chunk_order
 from axo_kernels.fused.segments import SegmentedProduct, rows_of
 from axo_kernels.gemm.layout import Product, product_of
@@ -34,7 +34,7 @@ Multiply = Callable[..., torch.Tensor]  # (a, b, out=..., bias=...)
 
 
 @dataclass(frozen=True)
-class Way:
+class FusedPlan:
     """How a fused operation runs.
 
     Attributes:
@@ -75,12 +75,8 @@ class Way:
             return "interpreter"
         return "triton" if device.type == "cuda" and devices.gemm_kernels() is not None else "torch"
 
-    def on(self, comm: CommunicatorProtocol) -> CommunicatorProtocol:
-        """The communicator with this way's cap."""
-        return comm.capped(self.channels) if isinstance(comm, FusedCommunicator) else comm
-
     def begin(
-        self, operation: str, a: torch.Tensor, layout: str, collective: str, rows: int, comm: CommunicatorProtocol
+        self, operation: str, a: torch.Tensor, layout: str, collective: str, rows: int, comm: FusedCommunicator
     ) -> tuple[Multiply, ChunkOrder]:
         """What each operation begins with: report what kernels left behind, check, cut ``rows``, record what runs.
 
@@ -90,16 +86,16 @@ class Way:
         self.check(operation, a.device)
         pieces = 1 if self.strategy == "serial" else self.chunks
         order = chunk_order(collective, rows, pieces, comm.rank, comm.size, 128 if a.device.type == "cuda" else 1)
-        comm.ran.append(Ran(operation, self.strategy, self.chunks, layout, self.engine(a.device)))
+        comm.ran.append(FusedRun(operation, self.strategy, self.chunks, layout, self.engine(a.device)))
         return self.multiply or partial(vendor_matmul, layout=layout), order
 
 
 def start_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: CommunicatorProtocol,
+    comm: FusedCommunicator,
     layout: str,
-    way: Way,
+    way: FusedPlan,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Finish]:
     """Begin ``sum over ranks of A B``; the result may be read after ``finish()``.
@@ -120,7 +116,7 @@ def start_all_reduce(
             multiply(rows_of(a, layout, segment), b, out=out[segment.written], bias=bias)
             works.append(comm.all_reduce(out[segment.written]))
         return out, partial(_wait, works)
-    comm = way.on(comm)
+    comm = comm.capped(way.channels)
     workspace = comm.workspaces.get("matmul_all_reduce", order, product, a.device)
     workspace.advance()
     comm.fork(a.device)
@@ -137,9 +133,9 @@ def start_all_reduce(
 def run_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: CommunicatorProtocol,
+    comm: FusedCommunicator,
     layout: str,
-    way: Way,
+    way: FusedPlan,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return this rank's block of rows of ``sum over ranks of A B``: ``(M / size, N)``, in ``out`` (contiguous)."""
@@ -150,7 +146,7 @@ def run_reduce_scatter(
     if way.strategy == "serial":
         comm.reduce_scatter(out, multiply(a, b)).wait()
         return out
-    comm = way.on(comm)
+    comm = comm.capped(way.channels)
     workspace = comm.workspaces.get("matmul_reduce_scatter", order, product, a.device)
     workspace.advance()
     packed = workspace.buffer((product.m, product.n), a.dtype, a.device)
@@ -184,10 +180,10 @@ def run_reduce_scatter(
 def run_all_gather(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: CommunicatorProtocol,
+    comm: FusedCommunicator,
     layout: str,
     gather: str,
-    way: Way,
+    way: FusedPlan,
     bias: torch.Tensor | None = None,
     keep: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -195,8 +191,7 @@ def run_all_gather(
 
     ``gather="a"``: A's rows are rows of the result (NN, NT). ``gather="b"``: B's rows are columns of the result (NT).
     What is kept is in rank order, since the backward pass sums over these rows and reads them at one stride; a chunk
-    comes with its ranks side by side. So it is copied once; by ``signal`` on the communication stream, which a
-    communicator that is no :class:`FusedCommunicator` does not lend.
+    comes with its ranks side by side. So it is copied once; by ``signal`` on the communication stream.
     """
     if not gathers(gather, layout):
         raise ValueError(
@@ -217,7 +212,7 @@ def run_all_gather(
     product = Product(layout, m, n, product.k, a.dtype)
     if way.strategy == "split":
         return out, split_gather(shard, other, out, comm, order, gather, multiply, bias, keep)
-    comm = way.on(comm)
+    comm = comm.capped(way.channels)
     workspace = comm.workspaces.get("all_gather_matmul " + gather, order, product, a.device)
     workspace.advance()
     packed = workspace.buffer((comm.size * rows, depth), a.dtype, a.device)
@@ -227,8 +222,10 @@ def run_all_gather(
     for chunk in range(order.chunks):  # the producer of the flags comes first in host order
         comm.all_gather(packed[slice(*order.packed(chunk))], mine[chunk])
         comm.write_flag(workspace, chunk)
-    if kept is not None and isinstance(comm, FusedCommunicator):  # behind the last flag: nothing waits but the end
-        _copy_chunks(kept, packed, order, comm.copy)
+    if kept is not None:  # behind the last flag: nothing waits but the end
+        for chunk, (start, stop) in enumerate(order.bounds):
+            rows_in_order = packed[slice(*order.packed(chunk))].unflatten(0, (order.size, stop - start))
+            comm.copy(kept[:, start:stop], rows_in_order)
     first, second = (packed, other) if gather == "a" else (other, packed)
     try:
         SegmentedProduct(product, workspace, comm, bias, way.config).consume(first, second, out, gather)
@@ -236,24 +233,14 @@ def run_all_gather(
         comm.abandon()
         raise
     comm.join()
-    if kept is not None and not isinstance(comm, FusedCommunicator):
-        _copy_chunks(kept, packed, order, torch.Tensor.copy_)
     return out, None if kept is None else kept.view(-1, depth)
-
-
-def _copy_chunks(
-    kept: torch.Tensor, packed: torch.Tensor, order: ChunkOrder, copy: Callable[[torch.Tensor, torch.Tensor], object]
-) -> None:
-    """Give each chunk's rows their places in rank order."""
-    for chunk, (start, stop) in enumerate(order.bounds):
-        copy(kept[:, start:stop], packed[slice(*order.packed(chunk))].unflatten(0, (order.size, stop - start)))
 
 
 def split_gather(
     shard: torch.Tensor,
     other: torch.Tensor,
     out: torch.Tensor,
-    comm: CommunicatorProtocol,
+    comm: FusedCommunicator,
     order: ChunkOrder,
     gather: str,
     multiply: Multiply,
@@ -326,7 +313,7 @@ def _chunk_product(
         torch.baddbmm(bias.view(order.size, 1, order.rows)[ranks, :, span], spread, rows.mT, out=into)
 
 
-def gathered(shard: torch.Tensor, comm: CommunicatorProtocol) -> torch.Tensor:
+def gathered(shard: torch.Tensor, comm: FusedCommunicator) -> torch.Tensor:
     """The rows of all ranks, in rank order."""
     full = shard.new_empty((comm.size * shard.shape[0], shard.shape[1]))
     comm.all_gather(full, shard).wait()

@@ -128,15 +128,15 @@ class Workspaces:
         Raises:
             RuntimeError: The first call is being captured: what it sets once would be set again by every replay.
         """
-        found = self._all.get((name, order, key, device))
-        if found is None:
+        workspace = self._all.get((name, order, key, device))
+        if workspace is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"{name}: the first call for {order.rows} rows in {order.chunks} chunks is being captured; "
                     "run it once before the capture, which makes its flags and buffers"
                 )
-            found = self._all[(name, order, key, device)] = Workspace(name, order, device)
-        return found
+            workspace = self._all[(name, order, key, device)] = Workspace(name, order, device)
+        return workspace
 
     def all(self) -> Iterator[Workspace]:
         return iter(self._all.values())

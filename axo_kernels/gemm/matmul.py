@@ -456,12 +456,12 @@ def operand_descriptors(left: torch.Tensor, right: torch.Tensor, config: Config)
     """Host descriptors of two matrices as they are stored, with the blocks that a kernel loads."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    found = []
+    descriptors = []
     for matrix, block in ((left, [config.block_m, config.block_k]), (right, [config.block_k, config.block_n])):
         if matrix.stride(-1) != 1:
             matrix, block = matrix.mT, block[::-1]
-        found.append(TensorDescriptor.from_tensor(matrix, block))
-    return found
+        descriptors.append(TensorDescriptor.from_tensor(matrix, block))
+    return descriptors
 
 
 def _batched(tensor: torch.Tensor) -> torch.Tensor:

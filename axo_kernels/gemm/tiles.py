@@ -355,41 +355,41 @@ def candidates(target: Target, product: Product, descriptors: bool) -> list[Conf
         return []
     # not in the cache: bench.kernels empties HOPPER where that kernel hangs
     grouped = [config for config in HOPPER if config.fits(target, product.dtype)] if descriptors else []
-    found = [*grouped, *_tiles(target, product.dtype, descriptors)]
-    shorts = [short for config in found if (short := split_short(config, product, target)) != config]
-    found += [short for short in shorts if short.fits(target, product.dtype)]  # fp32 sums take more room
-    found.sort(key=lambda config: -estimate(config, product, target))
-    plain = next((config for config in found if not config.groups), None)
+    configs = [*grouped, *_tiles(target, product.dtype, descriptors)]
+    shorts = [short for config in configs if (short := split_short(config, product, target)) != config]
+    configs += [short for short in shorts if short.fits(target, product.dtype)]  # fp32 sums take more room
+    configs.sort(key=lambda config: -estimate(config, product, target))
+    plain = next((config for config in configs if not config.groups), None)
     if plain is not None:
-        place = found.index(plain) + 1
+        place = configs.index(plain) + 1
         orders = [replace(plain, group_m=16), replace(plain, flatten=False)] if plain.split_k == 1 else []
         hints = [] if target.nvidia else [replace(plain, nonkdim=16), replace(plain, waves_per_eu=2)]
-        found[place:place] = [*orders, *hints]
-    return found
+        configs[place:place] = [*orders, *hints]
+    return configs
 
 
 @cache
 def _tiles(target: Target, dtype: torch.dtype, descriptors: bool) -> tuple[Config, ...]:
     """All tiles of the plain language that fit a device."""
     vendor = "nvidia" if target.nvidia else "amd"
-    found = []
+    configs = []
     for block_m, block_n, warps in _SHAPES[vendor]:
         for block_k, stages in _DEPTHS[vendor]:
             for kind in (True, False) if descriptors else (False,):
-                found.append(
+                configs.append(
                     Config(
                         block_m, block_n, block_k, warps=warps, stages=stages, descriptors=kind, parts=2 if kind else 1
                     )
                 )
-    return tuple(config for config in found if config.fits(target, dtype))
+    return tuple(config for config in configs if config.fits(target, dtype))
 
 
 def tried(target: Target, product: Product, descriptors: bool, count: int) -> list[Config]:
     """The configurations that the tuner times and may choose: the first ``count`` of those in the plain language, and
     all of the kernel for Hopper, whose ways of hiding stores the estimate does not know: they take nobody's place."""
-    found = candidates(target, product, descriptors)
-    plain = [config for config in found if not config.groups][:count]
-    return [config for config in found if config.groups or config in plain]
+    configs = candidates(target, product, descriptors)
+    plain = [config for config in configs if not config.groups][:count]
+    return [config for config in configs if config.groups or config in plain]
 
 
 # How many the tuner tries where nobody asks for more.
@@ -444,13 +444,13 @@ def fused_candidates(target: Target, product: Product, descriptors: bool) -> lis
     if target.arch == "cpu":
         return []
     default = cut_to_fit(default_config(target, product.dtype, descriptors, "fused"), target, product.dtype)
-    found = {default: estimate(default, product, target)}
+    estimates = {default: estimate(default, product, target)}
     if product.dtype != torch.float32:
         for block_m, block_n, warps in ((256, 128, 8), (128, 128, 8 if target.nvidia else 4), (128, 64, 4)):
             config = replace(default, block_m=block_m, block_n=block_n, warps=warps)
             if config.fits(target, product.dtype):
-                found[config] = estimate(config, product, target)
-    return sorted(found, key=lambda config: -found[config])
+                estimates[config] = estimate(config, product, target)
+    return sorted(estimates, key=lambda config: -estimates[config])
 
 
 def estimate(config: Config, product: Product, target: Target) -> float:
@@ -459,7 +459,7 @@ def estimate(config: Config, product: Product, target: Target) -> float:
     Losses: the last wave is not full, tiles at the border compute padding, a small tile reads its operands more often
     (intensity, in flops a byte, against 256 flops a byte of shared memory traffic), and pieces of K are written, read
     and added (at 200 flops a byte of memory). Filling the pipeline costs no less where its steps are shorter than 64:
-    there are more of them, each with its barrier. bench.roofline says what share of the peak to expect.
+    there are more of them, each with its barrier. docs/roofline.md says what share of the peak to expect.
     """
     tiles_m = -(-product.m // config.block_m)
     tiles_n = -(-product.n // config.block_n)

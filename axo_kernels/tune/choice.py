@@ -40,7 +40,7 @@ class Choice:
         backend: ``"vendor"`` or ``"triton"``.
         layout: The layout in which it is computed; operands are copied where it is not the stored one.
         config: Tile configuration, for ``"triton"``.
-        strategy, chunks, channels: Of a fused operation (``axo_kernels.fused.strategies.Way``).
+        strategy, chunks, channels: Of a fused operation (``axo_kernels.fused.strategies.FusedPlan``).
         seconds: Measured median, the largest over the ranks; 0 when nothing was measured.
         baseline: The same of torch's own (serial) way, in the same rounds.
     """
@@ -123,7 +123,7 @@ def vendor_choices(product: Product, copy_share: float) -> list[Choice]:
     both estimated by ``bytes per flop`` of the product: ``copy_share`` is how many flops the machine does while it
     moves a byte.
     """
-    found = [Choice("vendor", product.layout)]
+    choices = [Choice("vendor", product.layout)]
     for layout in LAYOUTS:
         copy_a, copy_b = relayout(product.layout, layout)
         if not (copy_a or copy_b):
@@ -131,17 +131,17 @@ def vendor_choices(product: Product, copy_share: float) -> list[Choice]:
         moved = 2 * product.batch * product.dtype.itemsize
         moved *= copy_a * product.m * product.k + copy_b * product.k * product.n
         if moved * copy_share < 0.5 * product.flops:
-            found.append(Choice("vendor", layout))
-    return found
+            choices.append(Choice("vendor", layout))
+    return choices
 
 
 def plain_choices(product: Product, device: torch.device, configs: int) -> list[Choice]:
     """Candidates for a product: the vendor library's modes, and the Triton configurations of :func:`tried`."""
-    found = vendor_choices(product, _FLOPS_A_BYTE["cuda" if device.type == "cuda" else "cpu"])
+    choices = vendor_choices(product, _FLOPS_A_BYTE["cuda" if device.type == "cuda" else "cpu"])
     if device.type == "cuda" and devices.runs_triton(device):
         tiles = tried(devices.target_of(device), product, _described(product), configs)
-        found += [Choice("triton", product.layout, config) for config in tiles]
-    return found
+        choices += [Choice("triton", product.layout, config) for config in tiles]
+    return choices
 
 
 def fused_choices(
@@ -175,19 +175,19 @@ def fused_choices(
             *(Choice("vendor", product.layout, strategy="split", chunks=chunks) for chunks in counts if rows % 16 == 0),
         ]
     plain = replace(choose(whole, device), seconds=0.0, baseline=0.0)
-    found = [Choice("vendor", product.layout)]
-    if plain != found[0]:
-        found.append(plain)
+    choices = [Choice("vendor", product.layout)]
+    if plain != choices[0]:
+        choices.append(plain)
     if plain.layout != product.layout:  # would copy the whole operand for each chunk
-        plain = found[0]
-    found += [replace(plain, strategy="split", chunks=chunks) for chunks in counts]
+        plain = choices[0]
+    choices += [replace(plain, strategy="split", chunks=chunks) for chunks in counts]
     if device.type == "cuda" and devices.runs_triton(device):
         target = devices.target_of(device)
         fit = [cap for cap in caps or (0,) if target.units > (cap + held if cap else reserved)]
         for config in fused_candidates(target, whole, _described(whole))[:_FUSED_TILES] if fit else ():
             signal = Choice("triton", product.layout, config, "signal")
-            found += [replace(signal, chunks=chunks, channels=cap) for chunks in counts for cap in fit]
-    return found
+            choices += [replace(signal, chunks=chunks, channels=cap) for chunks in counts for cap in fit]
+    return choices
 
 
 def fused_name(operation: str, gather: str, size: int, product: Product, caps: tuple[int, ...] = ()) -> str:

@@ -42,7 +42,3 @@ def tune_model(
         for what, product in layer.products(dtype).items():
             choice = tuner.choose(product, place)
             yield Row(f"{layer.name} {what}", product.name, choice.baseline, choice.name, choice.seconds)
-        # torch stores [out, in]; what another storage would gain, with these choices
-        best = tuner.layer(layer.m, layer.n, layer.k, dtype, place)
-        stored = "[in, out]" if best.transposed else "[out, in]"
-        yield Row(f"{layer.name} weight", "all three", best.baseline, f"stored {stored}", best.seconds)

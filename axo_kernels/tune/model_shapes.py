@@ -69,7 +69,7 @@ def layers(model: str, grid: tuple[int, int, int] = (1, 1, 1), rows: int = 2048,
         "fc": (4 * hidden, hidden, "x", "y"),
         "mlp.proj": (hidden, 4 * hidden, "y", "x"),
     }
-    found = []
+    shapes = []
     for name, (out_features, in_features, over_out, over_in) in sizes.items():
         for size, axis, what in ((out_features, over_out, "out_features"), (in_features, over_in, "in_features")):
             if size % ranks[axis]:
@@ -81,10 +81,10 @@ def layers(model: str, grid: tuple[int, int, int] = (1, 1, 1), rows: int = 2048,
             raise ValueError(
                 f"{model}: {rows} rows do not divide over z={ranks['z']}; use {-(-rows // ranks['z']) * ranks['z']}"
             )
-        found.append(
+        shapes.append(
             LinearShape(name, rows // ranks["z"], out_features // ranks[over_out], in_features // ranks[over_in])
         )
-    return found
+    return shapes
 
 
 def _nearest_divisor(size: int, below: int) -> int:

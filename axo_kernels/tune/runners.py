@@ -11,7 +11,7 @@ import torch
 from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.device import target_of
 from axo_kernels.fused.fp8 import run_all_gather_fp8
-from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.strategies import FusedPlan, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import as_row_major, laid_out, product_of, relayout, share_memory
 from axo_kernels.gemm.matmul import Epilogue, Prepared, describable, matmul, triton_matmul, vendor_matmul
 from axo_kernels.gemm.tiles import Config, accumulating
@@ -155,12 +155,12 @@ def _key(
     return a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype, into, behind, accumulate, devices
 
 
-def way_of(choice: Choice, stored: str) -> Way:
+def way_of(choice: Choice, stored: str) -> FusedPlan:
     """How a fused operation runs as chosen, on operands stored as ``stored``."""
     plain = choice.strategy == "signal" or choice.is_torchs(stored)
     multiply = None if plain else runner(choice, stored)
     config = choice.config if choice.strategy == "signal" else None
-    return Way(choice.strategy, choice.chunks, config, multiply, choice.channels)
+    return FusedPlan(choice.strategy, choice.chunks, config, multiply, choice.channels)
 
 
 def run_fused(

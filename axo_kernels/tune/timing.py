@@ -104,19 +104,16 @@ def sustained(calls: Sequence[Thunk], device: torch.device, rounds: int = 7, sec
     for call in calls:
         call()
         counts.append(max(1, min(500, int(seconds / max(1e-6, timed(call, device, issue_time(call, device))[0])))))
-    times: list[list[tuple[float, float]]] = [[] for _ in calls]
-    for turn in range(rounds):
-        order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
-        for index in order:
-            call, count = calls[index], counts[index]
 
-            def batch(call: Thunk = call, count: int = count) -> None:
-                for _ in range(count):
-                    call()
+    def batch(index: int) -> tuple[float, float]:
+        def repeated() -> None:
+            for _ in range(counts[index]):
+                calls[index]()
 
-            device_time, host = timed(batch, device)
-            times[index].append((device_time / count, host / count))
-    return _timings(times)
+        device_time, host = timed(repeated, device)
+        return device_time / counts[index], host / counts[index]
+
+    return _in_turns(len(calls), rounds, batch)
 
 
 def paired(
@@ -136,14 +133,24 @@ def paired(
         for _ in range(warmup):
             call()
     issued = [issue_time(call, device) for call in calls]
-    times: list[list[tuple[float, float]]] = [[] for _ in calls]
+
+    def one(index: int) -> tuple[float, float]:
+        if flush is not None:
+            flush.zero_()
+        return timed(calls[index], device, issued[index])
+
+    return _in_turns(len(calls), rounds, one, budget)
+
+
+def _in_turns(
+    count: int, rounds: int, measure: Callable[[int], tuple[float, float]], budget: float = float("inf")
+) -> list[Timing]:
+    """Measure each of ``count`` rivals once a round, every second round in reverse order."""
+    times: list[list[tuple[float, float]]] = [[] for _ in range(count)]
     started = time.perf_counter()
     for turn in range(rounds):
-        order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
-        for index in order:
-            if flush is not None:
-                flush.zero_()
-            times[index].append(timed(calls[index], device, issued[index]))
+        for index in range(count) if turn % 2 == 0 else reversed(range(count)):
+            times[index].append(measure(index))
         if turn >= 2 and time.perf_counter() - started > budget:
             break
     return _timings(times)

@@ -61,9 +61,9 @@ class Trust:
             return ""
         key = (*shape_class(choice, product, target_of(device).units), device)
         if key not in self._known:
-            self._known[key] = found = self._look(choice, product, device)
-            if found:
-                warnings.warn(f"tuner: '{choice.name}' is wrong on {device} and left out: {found}", stacklevel=2)
+            self._known[key] = complaint = self._look(choice, product, device)
+            if complaint:
+                warnings.warn(f"tuner: '{choice.name}' is wrong on {device} and left out: {complaint}", stacklevel=2)
         return self._known[key]
 
     @torch.no_grad()

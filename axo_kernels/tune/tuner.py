@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ import torch
 
 from axo_kernels import device as devices
 from axo_kernels.comm.communicator import FusedCommunicator
-from axo_kernels.gemm.layout import Product, laid_out, product_of, stored_shapes
+from axo_kernels.gemm.layout import Product, product_of, stored_shapes
 from axo_kernels.gemm.tiles import TRIED
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import FUSED, Choice, from_json, fused_choices, fused_name, plain_choices, usable
@@ -39,19 +39,6 @@ MODES = ("off", "cached", "first-step")
 _MARGIN = 0.03
 # A candidate's result may be so far from torch's own: twice the rounding of one, since they add in different orders.
 _APART_LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-@dataclass(frozen=True)
-class LayerChoice:
-    """The three products of a layer, with the weight stored ``[out, in]`` or transposed, whichever is faster
-    together; ``seconds`` of the three as chosen, ``baseline`` with the weight stored ``[out, in]``, as torch does."""
-
-    transposed: bool
-    forward: Choice
-    grad_input: Choice
-    grad_weight: Choice
-    seconds: float
-    baseline: float
 
 
 class LeftOut(NamedTuple):
@@ -191,44 +178,6 @@ class Tuner:
             run,
         )
 
-    def layer(
-        self, rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
-    ) -> LayerChoice:
-        """Choose how to store a weight: by the layer's three products together, timed in turns for both storages."""
-        m, n, k = rows, out_features, in_features
-        shapes = {
-            "NT": (("NT", m, n, k), ("NN", m, k, n), ("TN", n, k, m)),  # stored [out, in]
-            "NN": (("NN", m, n, k), ("NT", m, k, n), ("TN", k, n, m)),  # stored [in, out]
-        }
-        chosen = {
-            layout: [self.choose(Product(*shape, dtype), device) for shape in triple]
-            for layout, triple in shapes.items()
-        }
-        made: dict[str, torch.Tensor] = {}
-
-        def step(choice: Choice, operands: list[torch.Tensor]) -> torch.Tensor:
-            """Forward, gradient of the input, gradient of the weight."""
-            rows, weight = operands
-            if not made:
-                made.update(NT=weight, NN=laid_out(weight), grad=torch.randn(m, n, device=device).to(dtype))
-            weight, grad = made[choice.layout], made["grad"]
-            forward, grad_input, grad_weight = (
-                runner(each, shape[0]) for each, shape in zip(chosen[choice.layout], shapes[choice.layout], strict=True)
-            )
-            grad_input(grad, weight)
-            grad_weight(*((grad, rows) if choice.layout == "NT" else (rows, grad)))
-            return forward(rows, weight)
-
-        found = self._decide(
-            f"layer {m}x{n}x{k} {str(dtype).removeprefix('torch.')}",
-            Product(*shapes["NT"][0], dtype),
-            device,
-            lambda: [Choice("vendor", layout) for layout in shapes],
-            step,
-        )
-        forward, grad_input, grad_weight = chosen[found.layout]
-        return LayerChoice(found.layout == "NN", forward, grad_input, grad_weight, found.seconds, found.baseline)
-
     # The decision.
     def cache(self, device: torch.device) -> Cache:
         """Where the choices for a device are kept."""
@@ -246,22 +195,24 @@ class Tuner:
         list_candidates: Callable[[], list[Choice]],
         run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
     ) -> Choice:
-        known = self._choices.get(name)
-        if known is not None:
-            return known
+        decided = self._choices.get(name)
+        if decided is not None:
+            return decided
         entry = self.cache(device).get(name)
-        found = from_json(entry) if entry is not None else None
-        if found is not None and (not usable(found, product, device) or self._kernel_complaint(found, product, device)):
-            found = None
+        choice = from_json(entry) if entry is not None else None
+        if choice is not None and (
+            not usable(choice, product, device) or self._kernel_complaint(choice, product, device)
+        ):
+            choice = None
         if self.comm is not None and self.comm.size > 1:
             # One choice for all, whatever each rank has on disk.
-            text = self.comm.broadcast_text(json.dumps(found.to_json()) if found else "")
-            found = from_json(json.loads(text)) if text else None
-        if found is None and self.mode == "first-step":
-            found = self._measure(name, product, device, list_candidates(), run)
+            text = self.comm.broadcast_text(json.dumps(choice.to_json()) if choice else "")
+            choice = from_json(json.loads(text)) if text else None
+        if choice is None and self.mode == "first-step":
+            choice = self._measure(name, product, device, list_candidates(), run)
             if self.comm is None or self.comm.rank == 0:
-                self.cache(device).put({name: found.to_json()})
-        chosen = self._choices[name] = found or Choice("vendor", product.layout)
+                self.cache(device).put({name: choice.to_json()})
+        chosen = self._choices[name] = choice or Choice("vendor", product.layout)
         return chosen
 
     def _kernel_complaint(self, choice: Choice, product: Product, device: torch.device) -> str:

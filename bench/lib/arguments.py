@@ -1,8 +1,9 @@
-"""What the command lines of benches share: the parser, numbers, shapes and the device; a mistake is one line."""
+"""What the command lines of benches share: the parser, numbers, shapes, rates, the device; a mistake is one line."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,13 +43,13 @@ def shapes(option: str, text: str) -> list[tuple[int, int, int]]:
     Raises:
         ValueError: One is not three sizes joined by x.
     """
-    found = []
+    read = []
     for shape in text.split(","):
         sizes = [_number(option, part, 1) for part in shape.split("x")]
         if len(sizes) != 3:
             raise ValueError(f"{option} {shape!r}: use three sizes joined by x, for example 4096x4096x4096")
-        found.append((sizes[0], sizes[1], sizes[2]))
-    return found
+        read.append((sizes[0], sizes[1], sizes[2]))
+    return read
 
 
 def shares(option: str, text: str) -> list[float]:
@@ -58,12 +59,21 @@ def shares(option: str, text: str) -> list[float]:
         ValueError: One is none.
     """
     try:
-        found = [float(part) for part in text.split(",")]
+        read = [float(part) for part in text.split(",")]
     except ValueError:
-        found = [0.0]
-    if not all(0 < share < float("inf") for share in found):
+        read = [0.0]
+    if not all(0 < share < float("inf") for share in read):
         raise ValueError(f"{option} {text!r}: use numbers above 0, such as 0.2,0.4,0.8")
-    return found
+    return read
+
+
+def rate(text: str) -> float:
+    """Bytes a second: 200M, 1.5G (K, M, G: powers of 1000). For argparse."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text)
+    value = float(match[1]) * 1000.0 ** " KMG".find(match[2] or " ") if match else 0.0
+    if not 1 <= value <= 1e15:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate; use bytes a second, such as 200M or 1.5G")
+    return value
 
 
 def device(option: str, name: str) -> torch.device:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -58,6 +58,40 @@ def case(what: str, call: Callable[[], object], device: torch.device, table: Tab
     """
     if what not in table.failed and not attempt(what, call, device, table):
         raise RuntimeError(f"the device has stopped working in {what}")
+
+
+def attempt_each(
+    cases: Mapping[str, Callable[[], object]],
+    what: str,
+    device: torch.device,
+    table: Table,
+    seconds: float,
+    each: float | None = None,
+    together: bool = False,
+) -> int:
+    """Measure cases by name but those that have failed before; one that fails leaves the rest their turn.
+
+    Args:
+        what: The cases in a word, for what is said of those that are left.
+        seconds: After which none is begun any more.
+        each: Seconds of one after which it hangs, and the process ends itself; None: never.
+        together: With other ranks, which would wait for ever for one that has failed: it raises.
+
+    Returns:
+        How many are left for lack of time, or of a device that works.
+    """
+    started, waiting = time.perf_counter(), [name for name in cases if name not in table.failed]
+    while waiting:
+        if time.perf_counter() - started > seconds:
+            table.note(f"stopped after {seconds:.0f} s: {len(waiting)} {what} not measured, from {waiting[0]} on")
+            break
+        name = waiting.pop(0)
+        if together:
+            cases[name]()
+        elif not attempt(name, cases[name], device, table, each):
+            table.note(f"the device stopped working: {len(waiting)} {what} not measured")
+            break
+    return len(waiting)
 
 
 @contextlib.contextmanager

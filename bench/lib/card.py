@@ -25,17 +25,17 @@ def described() -> str:
     """The card's limits, as ``nvidia-smi`` prints them; why not, where it does not."""
     command = ["nvidia-smi", f"--query-gpu={ASKED}", "--format=csv"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"nvidia-smi: {type(error).__name__}"
-    return (found.stdout + found.stderr).strip()
+    return (answer.stdout + answer.stderr).strip()
 
 
 def state(device: torch.device) -> dict[str, Any]:
     """Its clock in MHz, power in W, temperature in degrees Celsius and reasons to slow down, now."""
-    found: dict[str, Any] = {}
+    said: dict[str, Any] = {}
     if device.type != "cuda" or torch.version.hip:
-        return found
+        return said
     with contextlib.suppress(OSError, AttributeError):  # no such library, or an older one
         library, card = _card(_bus(device))
         value, wide = ctypes.c_uint(), ctypes.c_ulonglong()
@@ -45,10 +45,10 @@ def state(device: torch.device) -> dict[str, Any]:
             ("celsius", "nvmlDeviceGetTemperature", (0,), 1.0),  # NVML_TEMPERATURE_GPU
         ):
             if getattr(library, call)(card, *number, ctypes.byref(value)) == 0:
-                found[name] = value.value * scale
+                said[name] = value.value * scale
         if library.nvmlDeviceGetCurrentClocksThrottleReasons(card, ctypes.byref(wide)) == 0:
-            found["throttled"] = f"{wide.value:#x}"
-    return found
+            said["throttled"] = f"{wide.value:#x}"
+    return said
 
 
 def _bus(device: torch.device) -> bytes:

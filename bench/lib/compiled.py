@@ -37,9 +37,9 @@ def bring(source: Path, cache: Path) -> str:
         What has become of it, in a line.
     """
     try:
-        known = json.loads((source / LABEL).read_text(encoding="utf-8"))
-        if known != versions():
-            return f"compiled for {known}, here is {versions()}: kernels are compiled here"
+        filled_by = json.loads((source / LABEL).read_text(encoding="utf-8"))
+        if filled_by != versions():
+            return f"compiled for {filled_by}, here is {versions()}: kernels are compiled here"
         shutil.copytree(source, cache, dirs_exist_ok=True)
         kernels = 0
         for listing in cache.rglob("__grp__*.json"):
@@ -50,7 +50,7 @@ def bring(source: Path, cache: Path) -> str:
     except (OSError, ValueError, KeyError, metadata.PackageNotFoundError) as error:
         return f"nothing compiled was brought along ({type(error).__name__}: {error}): kernels are compiled here"
     os.environ["TRITON_CACHE_DIR"] = str(cache)
-    return f"{kernels} kernels were compiled elsewhere, for {known}"
+    return f"{kernels} kernels were compiled elsewhere, for {filled_by}"
 
 
 def brought_along() -> bool:

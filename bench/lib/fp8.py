@@ -9,7 +9,6 @@ Where a device has no fp8, ``right`` checks the emulation itself, and nothing is
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shape
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.tune.timing import paired, relative_error
 
-from .attempts import attempt, case
+from .attempts import attempt_each, case
 
 COLUMNS = {"product": "s", "scaling": "s", "torch_tflops": ".3f", "fp8_ratio": ".3f", "rounded_ratio": ".3f"}
 SHAPES = ((8192, 8192, 8192), (4096, 16384, 4096), (4096, 4096, 16384))
@@ -59,37 +58,18 @@ def measure(
     seconds: float,
     each: float | None = None,
 ) -> int:
-    """Time each shape and scaling that the table lacks; returns how many are left after so many seconds.
-
-    What fails leaves the rest their turn, unless the device has stopped working. One that takes longer than ``each``
-    seconds hangs, and the process ends itself.
-    """
-    measured = {(row["product"], row["scaling"]) for row in table.rows}
-    products = [Product("NT", m, n, k, torch.bfloat16) for m, n, k in shapes]
-    cases = [(product, scaling) for product in products for scaling in fp8.SCALINGS]
-    cases = [
-        (product, scaling)
-        for product, scaling in cases
-        if (product.name, scaling) not in measured and _name(product, scaling) not in table.failed
-    ]
+    """Time each shape and scaling that the table lacks; returns how many are left (:func:`attempt_each`)."""
     if device.type == "cuda" and not fp8.runs(device):
         table.note("fp8: not measured, this device has no product in fp8")
         return 0
-    started = time.perf_counter()
-    for index, (product, scaling) in enumerate(cases):
-        if time.perf_counter() - started > seconds:
-            table.note(f"stopped after {seconds:.0f} s: {len(cases) - index} products in fp8 not measured")
-            return len(cases) - index
-        timed = partial(_case, product, scaling, device, table, rounds)
-        if not attempt(_name(product, scaling), timed, device, table, each):
-            left = len(cases) - index - 1
-            table.note(f"the device stopped working: {left} products in fp8 not measured")
-            return left
-    return 0
-
-
-def _name(product: Product, scaling: str) -> str:
-    return f"fp8 {product.name} a scale a {scaling}"
+    measured = {(row["product"], row["scaling"]) for row in table.rows}
+    cases = {
+        f"fp8 {product.name} a scale a {scaling}": partial(_case, product, scaling, device, table, rounds)
+        for product in (Product("NT", m, n, k, torch.bfloat16) for m, n, k in shapes)
+        for scaling in fp8.SCALINGS
+        if (product.name, scaling) not in measured
+    }
+    return attempt_each(cases, "products in fp8", device, table, seconds, each)
 
 
 def _case(product: Product, scaling: str, device: torch.device, table: Any, rounds: int) -> None:

@@ -7,16 +7,12 @@ So what is launched is written once. Results are nobody's business here: operand
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-import axo
 from axo_kernels import device as devices
 from axo_kernels import matmul
 from axo_kernels.fused import fp8
@@ -39,7 +35,6 @@ TRIAL_SIZES: tuple[tuple[int, int, int], ...] = (
     (512, 768, 1024), (128, 256, 64), (2048, 2048, 1024), (2048, 3072, 512), (4096, 4096, 4096),
     (1000, 1016, 1032), (8, 8, 8), (3000, 5000, 1032),
 )  # fmt: skip
-LOSS_BLOCK, GOLDFISH_BLOCK = 4096, 256  # as axo.nn.loss and axo.nn.goldfish have them
 # Of the fused products: collective, layout, sizes, ranks, chunks (bench.kernels' sections, and bench.overlap's shapes).
 FUSED = (
     *((collective, layout, (1792, 3584, 1024), 4, chunks)
@@ -55,9 +50,8 @@ FUSED = (
 
 
 class Launch(NamedTuple):
-    """One call, the section of bench.kernels that makes it, and how long its compilation takes beside others."""
+    """One call, and how long its compilation takes beside others."""
 
-    section: str
     name: str
     weight: float
     call: Callable[[], object]
@@ -73,17 +67,15 @@ def launches(device: torch.device, products: Iterable[Product], fp16: bool = Tru
     """
     for dtype in ROUNDING_LIMITS:
         for case in numeric_cases(dtype, dry=False) if fp16 or dtype != torch.float16 else ():
-            yield Launch("numerics", case.name, 2.0, partial(case.launch, device))
+            yield Launch(case.name, 2.0, partial(case.launch, device))
     yield from _tiles(device, products)
     for collective, layout, sizes, size, chunks in FUSED:
         name = f"{collective} {layout} {'x'.join(map(str, sizes))} in {chunks}"
-        yield Launch("fused", name, 1.5, partial(_fused, collective, layout, sizes, size, chunks, device))
-    yield Launch("fused", "flags", 0.2, partial(_flags, device))
-    yield Launch("fused", "a simulated link", 0.1, _hold)
+        yield Launch(name, 1.5, partial(_fused, collective, layout, sizes, size, chunks, device))
+    yield Launch("flags", 0.2, partial(_flags, device))
+    yield Launch("a simulated link", 0.1, _hold)
     for scaling in fp8.SCALINGS:
-        yield Launch("fp8", f"rounded, a scale a {scaling}", 0.5, partial(_rounded, scaling, device))
-    yield Launch("others", "cross-entropy", 0.5, partial(_loss, device))
-    yield Launch("others", "goldfish", 0.3, partial(_goldfish, device))
+        yield Launch(f"rounded, a scale a {scaling}", 0.5, partial(_rounded, scaling, device))
 
 
 def _tiles(device: torch.device, products: Iterable[Product]) -> Iterator[Launch]:
@@ -97,9 +89,9 @@ def _tiles(device: torch.device, products: Iterable[Product]) -> Iterator[Launch
             if not config.groups:  # tried in processes of its own
                 found.setdefault((product.layout, config), Product(product.layout, 512, 512, 512, product.dtype))
     for (layout, config), product in found.items():
-        yield Launch("gemm", f"{layout} {config.name}", 1.0, partial(_tile, product, config, device))
+        yield Launch(f"{layout} {config.name}", 1.0, partial(_tile, product, config, device))
     master = Product("TN", 512, 512, 512, torch.bfloat16)
-    yield Launch("gemm", "TN added to a gradient", 1.0, partial(_tile, master, None, device, accumulate=True))
+    yield Launch("TN added to a gradient", 1.0, partial(_tile, master, None, device, accumulate=True))
 
 
 def _tile(product: Product, config: Config | None, device: torch.device, accumulate: bool = False) -> None:
@@ -118,7 +110,7 @@ def hopper_launches(
             for config in HOPPER:
                 for what in ("", "bias", "accumulate"):
                     name = f"{product.name} {config.name} {what}".strip()
-                    yield Launch("gemm", name, 1.5, partial(_grouped, product, config, what, device))
+                    yield Launch(name, 1.5, partial(_grouped, product, config, what, device))
 
 
 def _grouped(product: Product, config: Config, what: str, device: torch.device) -> None:
@@ -140,7 +132,7 @@ def _fused(
     collective: str, layout: str, sizes: tuple[int, int, int], size: int, chunks: int, device: torch.device
 ) -> None:
     m, n, k = sizes
-    comm = _Quiet(0, size)
+    comm = SimulatedCommunicator(size, 1e12, device)
     order = chunk_order(collective, n // size if collective == "all_gather" else m, chunks, 0, size, 128)
     product = Product(layout, m, n, k, torch.bfloat16)
     workspace = Workspace("a launch", order, device)
@@ -148,13 +140,6 @@ def _fused(
     a, b = _operands(product, device)
     out = torch.empty((m, n), dtype=product.dtype, device=device)
     SegmentedProduct(product, workspace, comm).launch(a, b, out, along_n=collective == "all_gather")
-
-
-class _Quiet(SimulatedCommunicator):
-    """Without a link, which a launch alone does not need."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super(SimulatedCommunicator, self).__init__(rank, size, 1.0)
 
 
 def _flags(device: torch.device) -> None:
@@ -181,42 +166,3 @@ def _rounded(scaling: str, device: torch.device) -> None:
             for over in (1, 0):
                 fp8.rounded(x, into, scaling, over)
                 fp8.rounded(x.T, into, scaling, over)
-
-
-def _loss(device: torch.device) -> None:
-    kernels = _of_layers("loss_kernels")
-    rows, vocab = 16, 50304
-    options: dict[str, Any] = {"BLOCK": LOSS_BLOCK, "num_warps": 8}
-    for dtype in (torch.bfloat16, torch.float32):
-        logits = torch.zeros(1, rows, vocab, dtype=dtype, device=device)
-        ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        peak, sums = (torch.zeros(count, rows, device=device) for count in (1, 3))
-        kernels.row_statistics[(rows,)](
-            logits, ids, peak, sums, rows, rows * vocab, vocab, rows, vocab, 0, SMOOTHING=False, **options
-        )
-        kernels.row_gradient[(rows, -(-vocab // LOSS_BLOCK))](
-            logits, logits, ids, peak, sums, sums, rows, rows * vocab, vocab, rows, rows * vocab, vocab, vocab, vocab,
-            0, 1.0, 0.0, **options,
-        )  # fmt: skip
-
-
-def _goldfish(device: torch.device) -> None:
-    kernel = _of_layers("goldfish_kernels").goldfish_kernel
-    for dtype in (torch.int32, torch.int64):
-        tokens = torch.zeros(4, 2048, dtype=dtype, device=device)
-        keep = torch.empty(tokens.shape, dtype=torch.uint8, device=device)
-        grid = (4, -(-2048 // GOLDFISH_BLOCK))
-        kernel[grid](tokens, keep, 2048, 2048, 4, -100, 0, H=13, BLOCK=GOLDFISH_BLOCK)
-
-
-def _of_layers(name: str) -> Any:
-    """Kernels of axo.nn, also where the extension, which that package wants, is built for another Python."""
-    whole = f"axo.nn.{name}"
-    try:
-        return importlib.import_module(whole)
-    except ImportError:
-        spec = importlib.util.spec_from_file_location(whole, Path(axo.__file__).parent / "nn" / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module

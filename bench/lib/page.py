@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from .table import read_rows
 
@@ -39,27 +38,21 @@ _SUBJECTS = (
 
 def page(out: Path | None) -> str:
     """The page for a folder of results; None: for none at all."""
-    rows, where = {}, []
+    rows, where, words = {}, [], {True: "yes", False: "no"}
     for part in dict.fromkeys(part for _, part, _ in _SUBJECTS):
         lines = read_rows(out / f"{part}.jsonl") if out else []
         if lines and lines[0].get("kind") == "cuda":
             rows[part] = lines
-            where.append(_where(part, lines[0]))
+            head = lines[0]
+            versions = [f"{name} {head[name]}" for name in ("torch", "triton", "cuda", "nccl") if head.get(name)]
+            told = [head["device"], head["date"], *versions, f"commit {head['commit']}"]
+            where.append(f"- `bench.{part}`: {', '.join(told)}")
     text = _HEAD + ("\n".join(where) + "\n\n" if where else "Nothing yet.\n\n")
     text += "| subject | goal and figure | reached |\n|---|---|---|\n"
     for subject, part, begins in _SUBJECTS:
         told = [row for row in rows.get(part, []) if "verdict" in row and re.match(begins, row["note"])]
         for row in told:
             name = row["note"].rsplit(": ", 1)[0].replace("|", "\\|")
-            text += f"| {subject} | {name} | {_word(row['verdict'])} |\n"
+            text += f"| {subject} | {name} | {words.get(row['verdict'], row['verdict'])} |\n"
         text += "" if told else f"| {subject} | | not measured |\n"
     return text
-
-
-def _where(part: str, header: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {header[name]}" for name in ("torch", "triton", "cuda", "nccl") if header.get(name))
-    return f"- `bench.{part}`: {header['device']}, {header['date']}, {versions}, commit {header['commit']}"
-
-
-def _word(verdict: bool | str) -> str:
-    return str(verdict) if isinstance(verdict, str) else "yes" if verdict else "no"

@@ -101,40 +101,20 @@ class _Recorded:
 
 
 def holder(device: torch.device) -> Callable[[float], None]:
-    """How to keep the current stream busy for so many seconds: by the clock of nanoseconds, where that is shown to keep
-    time; else by cycles, whose number a second falls while the card multiplies."""
-    try:
+    """How to keep the current stream busy for so many seconds: by the clock of nanoseconds; on AMD, which has none, by
+    cycles, whose number a second falls while the card multiplies."""
+    if torch.version.hip is None:
         from .wire import hold
 
-        def by_time(seconds: float) -> None:
-            hold[(1,)](int(seconds * 1e9), num_warps=1)
-
-        if device in _KEEPS_TIME:
-            return by_time
-        by_time(1e-6)  # compiles
-        # the shortest of some: another process may have the device meanwhile
-        took = min(took_on_device(lambda: by_time(_TRIED)) for _ in range(5))
-        if abs(took / _TRIED - 1) < 0.05:
-            _KEEPS_TIME.add(device)
-            return by_time
-        told = f"{_TRIED:g} s took {took:g}"
-    except Exception as error:  # AMD, another Triton
-        told = f"{type(error).__name__}: {str(error)[:200]}"
-    print(f"the simulated link counts cycles: {told}", flush=True)
-    rate = _CYCLES / took_on_device(lambda: torch.cuda._sleep(_CYCLES))
+        return lambda seconds: hold[(1,)](int(seconds * 1e9), num_warps=1)
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(_CYCLES)  # the device wakes
+    start.record()
+    torch.cuda._sleep(_CYCLES)
+    stop.record()
+    stop.synchronize()
+    rate = _CYCLES / (start.elapsed_time(stop) / 1e3)
     return lambda seconds: torch.cuda._sleep(int(seconds * rate))
 
 
-_KEEPS_TIME: set[torch.device] = set()  # where it has been shown; where it has not, it is tried again
-_TRIED, _CYCLES = 2e-3, 20_000_000
-
-
-def took_on_device(call: Callable[[], object]) -> float:
-    """Seconds that it keeps the current stream busy, while the device is awake."""
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(_CYCLES)
-    start.record()
-    call()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) / 1e3
+_CYCLES = 20_000_000

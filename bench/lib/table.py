@@ -54,8 +54,8 @@ def environment(device: torch.device, part: str = "") -> dict[str, Any]:
     except ModuleNotFoundError:
         triton_version = "none"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    here = Path(__file__).resolve().parent
-    command = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
+    folder = Path(__file__).resolve().parent
+    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
     try:
         commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     except OSError:
@@ -80,14 +80,14 @@ def _libraries(device: torch.device) -> dict[str, str]:
     """The vendor's libraries that a GPU's numbers are compared with, by version."""
     if device.type != "cuda" or torch.version.hip:
         return {}
-    found = {"nccl": "none", "cublas": "unknown"}
+    libraries = {"nccl": "none", "cublas": "unknown"}
     with contextlib.suppress(Exception):
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        libraries["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     with contextlib.suppress(Exception):
         library = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).split('.')[0]}")
         library.cublasLtGetVersion.restype = ctypes.c_size_t
-        found["cublas"] = str(library.cublasLtGetVersion())
-    return found
+        libraries["cublas"] = str(library.cublasLtGetVersion())
+    return libraries
 
 
 def _run_by(part: str) -> list[Path]:
@@ -102,8 +102,8 @@ def sources(roots: Iterable[Path]) -> str:
     """A digest of these files, and of the Python files and extensions below these folders."""
     digest = hashlib.sha256()
     for root in roots:
-        found = [root] if root.is_file() else (path for path in root.rglob("*") if path.suffix in (".py", ".so"))
-        for path in sorted(found):
+        files = [root] if root.is_file() else (path for path in root.rglob("*") if path.suffix in (".py", ".so"))
+        for path in sorted(files):
             digest.update(f"{path.relative_to(root.parent)}\0{path.stat().st_size}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
@@ -119,11 +119,11 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The JSON lines of a file, none where there is no file; a last line that a killed run has torn is left out."""
-    found = []
+    rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         with contextlib.suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
+            rows.append(json.loads(line))
+    return rows
 
 
 def rows_to_go_on_with(path: Path, known: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A bench in a process of its own, for what may hang there: ended when it has been quiet for too long.
+"""A bench in a process of its own, for what may hang there: ended when it is late, or has been quiet for too long.
 
 It prints JSON lines: ``{"begins": ...}`` before each case, then the case's rows; what else is printed (a compiler's
 complaints) is none of its rows. It writes into a file, so that it never waits for its reader; its errors go where ours
@@ -22,14 +22,20 @@ class OutOfTimeError(TimeoutError):
 
 
 class Trial:
-    """One such process, which runs from now on."""
+    """One such process, which runs from now on.
 
-    def __init__(self, command: list[str]) -> None:
-        self._file = tempfile.TemporaryFile()
-        self._started = time.time()
-        self.process = subprocess.Popen(command, stdout=self._file)
+    Args:
+        command: What is run.
+        env: Its environment; None: this process's.
+        rows: Whether it prints rows; else what it prints goes where ours goes.
+    """
 
-    def wait(self, until: float, quiet: float) -> str:
+    def __init__(self, command: list[str], env: dict[str, str] | None = None, *, rows: bool = True) -> None:
+        self._file = tempfile.TemporaryFile() if rows else None
+        self._started, self._killed = time.time(), False
+        self.process = subprocess.Popen(command, stdout=self._file, env=env)
+
+    def wait(self, until: float, quiet: float = float("inf")) -> str:
         """Wait for its end. Where it has said nothing for ``quiet`` seconds it is killed, after what a debugger finds.
 
         Args:
@@ -43,8 +49,8 @@ class Trial:
             OutOfTimeError: ``until`` has come before its end, and it has spoken in time.
         """
         while (code := self.process.poll()) is None:
-            silent = time.time() - max(self._started, os.fstat(self._file.fileno()).st_mtime)
-            if silent > quiet:
+            spoke = os.fstat(self._file.fileno()).st_mtime if self._file else self._started
+            if (silent := time.time() - max(self._started, spoke)) > quiet:
                 show_where(self.process.pid)
                 self.kill()
                 return f"has said nothing for {silent:.0f} s: a kernel that hangs"
@@ -58,6 +64,7 @@ class Trial:
         """Its rows so far, and the line in which it has named last what begins; {} where it named nothing."""
         rows: list[dict[str, Any]] = []
         last: dict[str, Any] = {}
+        assert self._file is not None
         self._file.seek(0)
         for line in self._file.read().decode(errors="replace").splitlines():
             try:
@@ -74,4 +81,6 @@ class Trial:
 
     def kill(self) -> None:
         """End it; of one whose device does not let go of it no end is waited for."""
-        end(self.process)
+        if not self._killed:
+            self._killed = True
+            end(self.process)

@@ -1,8 +1,9 @@
-"""What the kernels must show on a GPU, as one line each: reached or not, or "not measured" where a row is missing.
+"""What must be shown on a GPU, as one line each: reached or not, or "not measured" where a row is missing.
 
-Goals: Triton alone against the vendor library over the GPT shapes (deep: K of at least 2,048 and four waves of tiles of
-128 x 256), TN added to an fp32 gradient against torch's product and sum, the tuned choice on every shape, fp8 against
-torch's bf16, overlap where communication takes 0.2, 0.4 and 0.8 of the product's time, also as replays of graphs.
+Of kernels: Triton alone against the vendor library over the GPT shapes (deep: K of at least 2,048 and four waves of
+tiles of 128 x 256), TN added to an fp32 gradient against torch's product and sum, the tuned choice on every shape, fp8
+against torch's bf16, overlap where communication takes 0.2, 0.4 and 0.8 of the product's time, also as replays of
+graphs.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ def speed(rows: Iterable[Row], gpt: Iterable[Product], units: int) -> Verdicts:
     rest = [row for row in mine if row not in deep]
     verdicts: Verdicts = {f"GPT shapes measured: {len(mine)} of {len(wanted)}": len(mine) == len(wanted) or _NOT}
     error = max((max(row["errors"].get(name, 0.0) for name in ("triton", "gluon")) for row in rows), default=None)
-    verdicts |= _line("Triton's relative error", error, _ERROR, len(rows), at_most=True, form=".1e")
+    verdicts |= line("Triton's relative error", error, _ERROR, len(rows), at_most=True, form=".1e")
     wrong = float(sum(not row["right"] for row in rows)) if rows else None
-    verdicts |= _line(
+    verdicts |= line(
         "products with a wrong result, added to a gradient too", wrong, 0, len(rows), at_most=True, form="g"
     )
     for layout, goal in _DEEP:
         ratios = [row["triton_ratio"] for row in deep if row["layout"] == layout]
-        verdicts |= _line(f"Triton {layout}, K >= 2048, >= 4 waves, of torch", _mean(ratios), goal, len(ratios))
+        verdicts |= line(f"Triton {layout}, K >= 2048, >= 4 waves, of torch", _mean(ratios), goal, len(ratios))
     ratios = [row["gluon_ratio"] for row in deep if row.get("gluon_ratio")]
-    verdicts |= _line("Gluon on Hopper, K >= 2048, >= 4 waves, of torch", _mean(ratios), _GLUON, len(ratios))
+    verdicts |= line("Gluon on Hopper, K >= 2048, >= 4 waves, of torch", _mean(ratios), _GLUON, len(ratios))
     ratios = [row["triton_ratio"] for row in rest]
-    verdicts |= _line("Triton on the other GPT shapes, of torch", _mean(ratios), _ELSEWHERE, len(ratios))
+    verdicts |= line("Triton on the other GPT shapes, of torch", _mean(ratios), _ELSEWHERE, len(ratios))
     ratios = [row["triton_ratio"] for row in mine]
-    verdicts |= _line("Triton at worst, of torch", min(ratios, default=None), _WORST, len(ratios))
+    verdicts |= line("Triton at worst, of torch", min(ratios, default=None), _WORST, len(ratios))
     ratios = [row["accumulate_ratio"] for row in mine if row.get("accumulate_ratio")]
-    verdicts |= _line("TN added to an fp32 gradient, of torch.mm and add_", _mean(ratios), _ADDED, len(ratios))
+    verdicts |= line("TN added to an fp32 gradient, of torch.mm and add_", _mean(ratios), _ADDED, len(ratios))
     ratios = [row["tuned_ratio"] for row in rows if row["tuned_ratio"]]
-    verdicts |= _line("tuned at worst, of torch", min(ratios, default=None), _TUNED_WORST, len(ratios))
-    verdicts |= _line("tuned, of torch", _mean(ratios), _TUNED_MEAN, len(ratios))
+    verdicts |= line("tuned at worst, of torch", min(ratios, default=None), _TUNED_WORST, len(ratios))
+    verdicts |= line("tuned, of torch", _mean(ratios), _TUNED_MEAN, len(ratios))
     return verdicts
 
 
@@ -71,7 +72,7 @@ def fp8(rows: Iterable[Row], scalings: Iterable[str]) -> Verdicts:
     for scaling in scalings:
         for what, name, goal in (("alone", "fp8_ratio", _FP8), ("and its rounding", "rounded_ratio", _ROUNDED)):
             ratios = [row[name] for row in rows if row["scaling"] == scaling]
-            verdicts |= _line(f"fp8 {what}, a scale a {scaling}, of torch's bf16", _mean(ratios), goal, len(ratios))
+            verdicts |= line(f"fp8 {what}, a scale a {scaling}, of torch's bf16", _mean(ratios), goal, len(ratios))
     return verdicts
 
 
@@ -99,23 +100,31 @@ def overlap(rows: Iterable[Row], operations: Iterable[str], shapes: Iterable[tup
                     best = min(replays, key=lambda row: row["graph_ms"])
                     replayed = best["graph_efficiency"]
                     graph += f", {best['strategy']}/{best['chunks']}"
-                verdicts |= _line(f"{what} hides", hidden, goal, None)
-                verdicts |= _line(f"{graph} hides", replayed, goal, None)
-                verdicts |= _line(f"{what} over serial", slower, _SLOWER, None, at_most=True)
+                verdicts |= line(f"{what} hides", hidden, goal)
+                verdicts |= line(f"{graph} hides", replayed, goal)
+                verdicts |= line(f"{what} over serial", slower, _SLOWER, at_most=True)
     return verdicts
 
 
 _NOT = "not measured"
 
 
-def _line(
-    name: str, value: float | None, goal: float, shapes: int | None, *, at_most: bool = False, form: str = ".3f"
+def line(
+    name: str,
+    value: float | None,
+    goal: float,
+    shapes: int | None = None,
+    *,
+    at_most: bool = False,
+    form: str = ".3f",
+    beside: str = "",
 ) -> Verdicts:
+    """One verdict: the name, the value (None: not measured), what stands beside it, and the goal."""
     bound = f"goal: at {'most' if at_most else 'least'} {goal:g}"
     if value is None:
         return {f"{name} ({bound})": _NOT}
     over = "" if shapes is None else f" over {shapes} shapes"
-    return {f"{name}: {value:{form}}{over} ({bound})": value <= goal if at_most else value >= goal}
+    return {f"{name}: {value:{form}}{over}{beside} ({bound})": value <= goal if at_most else value >= goal}
 
 
 def _mean(ratios: list[float]) -> float | None:

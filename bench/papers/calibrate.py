@@ -9,7 +9,7 @@ collectives reach). The machines share one network, so the rows are used as
     alps, one row          -> gemm_fraction, with frontier's network_fraction
 
 which leaves 11 rows as predictions. Every row is tabulated once over both fractions (the best grid for each) and fits
-interpolate in that table, so that leaving out each row in turn, or trying all 336 choices of rows, costs nothing more.
+interpolate in that table, so that leaving out each row in turn costs nothing more.
 """
 
 from __future__ import annotations
@@ -188,49 +188,6 @@ def fit_gemm(tables: dict[Row, Table], network: float) -> Fit:
             for name in ("frontier", *ONE_ROW)
         },
     )
-
-
-def leave_one_machine_out(tables: dict[Row, Table]) -> dict[str, float]:
-    """Return the mean |error| on each machine when no row of it is used: its products reach the mean of the others'.
-
-    Without frontier ``network_fraction`` comes from the other two machines' rows, all of them.
-    """
-    found = {}
-    for left in ("frontier", *ONE_ROW):
-        others = [name for name in ("frontier", *ONE_ROW) if name != left]
-        seen = {name: [row for row in tables if row.machine == name] for name in others}
-        if left == "frontier":
-            network = min(
-                _points(NETWORK),
-                key=lambda network: sum(
-                    _off(tables, seen[name], _fit_one(tables, seen[name], network), network) for name in others
-                ),
-            )
-        else:
-            network = _fit_two(tables, seen["frontier"])[0]
-        gemm = sum(_fit_one(tables, seen[name], network) for name in others) / len(others)
-        mine = [row for row in tables if row.machine == left]
-        found[left] = mean_error(errors(tables, Fit(network, {left: gemm}), mine).values())
-    return found
-
-
-def all_choices(tables: dict[Row, Table]) -> list[float]:
-    """Return the mean held-out error for every way to choose two rows of frontier and one of each other machine."""
-    named = {name: [row for row in tables if row.machine == name] for name in ("frontier", *ONE_ROW)}
-    means = []
-    for pair in itertools.combinations(named["frontier"], 2):
-        network, gemm = _fit_two(tables, list(pair))
-        off: dict[tuple[Row, ...], dict[Row, float]] = {
-            pair: errors(tables, Fit(network, {"frontier": gemm}), named["frontier"])
-        }
-        for name in ONE_ROW:
-            for row in named[name]:
-                fitted = Fit(network, {name: _fit_one(tables, [row], network)})
-                off[row,] = errors(tables, fitted, named[name])
-        for one, other in itertools.product(*(named[name] for name in ONE_ROW)):
-            chosen: tuple[tuple[Row, ...], ...] = (pair, (one,), (other,))
-            means.append(mean_error(error for seen in chosen for row, error in off[seen].items() if row not in seen))
-    return means
 
 
 def mean_error(values: Iterable[float]) -> float:

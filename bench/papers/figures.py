@@ -120,13 +120,6 @@ def grid_and_overlap(plans: dict[Row, GridPlan]) -> Group:
                 assert one.time is not None
                 bars.append(bar(f"{row.gpus} {row.model}, {name}", one.time))
     largest = Row("frontier", 8192, "gpt-80b")
-    for links in (72, 144):
-        usual = machine.load("frontier")
-        other = replace(usual, intra_gbs={key: max(gbs, links) for key, gbs in usual.intra_gbs.items()})
-        base, best = without_overlap(largest, other)
-        gain = _less(base.seconds, best.seconds)
-        what = f"{largest}: gain of the grid, {links} GB/s inside a node"
-        lines.append(Line(what, grids, gain, "% less", "sensitivity; 36 assumed"))
     first, last = without_overlap(largest, machine.load("frontier"))[0], plans[largest].best
     lines.append(
         Line(
@@ -236,10 +229,7 @@ def _strong(text: dict[str, Any], found: dict[tuple[str, int], Rivals]) -> Group
             if other is not None:
                 gain = _less(other.seconds, here.ours.seconds)
                 lines.append(Line(f"{name} 1024, gain over {names[rival]}", paper, gain, "% less", f"as {other.name}"))
-    note = (
-        "rivals that no row names fit nowhere. ZeRO-3 stops scaling at 1,024 in the paper and not here: see the"
-        " mechanisms that were tried"
-    )
+    note = "rivals that no row names fit nowhere. ZeRO-3 stops scaling at 1,024 in the paper and not here"
     return Group("Strong scaling of 80B, 4M tokens a batch (A 4D Hybrid Algorithm, VII-B and figure 9)", lines, note)
 
 

@@ -1,33 +1,31 @@
 """Which distributed product moves least, and which is fastest? Every algorithm of ``algorithms``, alike.
 
-    axo bench products                                        # counts and predictions: arithmetic, in a second
+    axo bench products                                        # counts: arithmetic, in a second
     axo bench products --plot docs/img/products.png           # and a picture of volume against shape
     axo bench products --measure 4 --limit 50M --shapes 384x384x384,512x128x256     # timed on CPU ranks, checked
 
 ``calls``, ``deliveries`` and ``volume`` are of one forward and one backward pass over all ranks; volume is in units of
-m*n elements of C, memory in units of (m k + k n + m n) / p. ``predicted`` is the time that the machine's links take for
-it, from the bandwidth of each axis (equation 10), without the products.
+m*n elements of C, memory in units of (m k + k n + m n) / p.
 
 With ``--measure`` every algorithm runs on all its grids (its best, if it takes any) in turns; ``--limit`` holds what
-leaves a rank to a rate. ``ms`` is with overlap, ``blocking`` without, ``communication`` and ``products`` are each alone
-(````times.py````). ``hidden`` is the share of what could be hidden by steps that was. ``predicted`` knows
-this machine by three figures, fitted to the rows of the first shape.
+leaves a rank to a rate. ``ms`` is with overlap, ``blocking`` without (``times.py``).
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from axo.grid import Grid
 from axo.matmul.algorithm import Algorithm, Shape, Transfer
 
+from ..lib.picture import panels
 from . import algorithms
 
-RANKS = (4, 8, 16, 27, 64)
 SHAPES = {"square": Shape(4096, 4096, 4096), "tall": Shape(65536, 4096, 4096), "flat": Shape(1024, 4096, 16384)}
 TIMED = {
     "square": Shape(384, 384, 384),
@@ -35,43 +33,22 @@ TIMED = {
     "flat": Shape(128, 256, 1024),
     "deep": Shape(256, 1024, 128),
 }
-COLUMNS = {
-    "ranks": "d",
-    "shape": "s",
-    "algorithm": "s",
-    "grid": "s",
-    "calls": "d",
-    "deliveries": "d",
-    "volume": ".2f",
-    "memory": ".2f",
-    "predicted ms": ".3f",
-}
-MEASURED = {
-    "ranks": "d",
-    "shape": "s",
-    "algorithm": "s",
-    "grid": "s",
-    "predicted": ".1f",
-    "ms": ".1f",
-    "blocking": ".1f",
-    "communication": ".1f",
-    "products": ".1f",
-    "hidden": ".2f",
-    "#wrong": "d",
-}
+_CASE = {"ranks": "d", "shape": "s", "algorithm": "s", "grid": "s"}
+COLUMNS = _CASE | {"calls": "d", "deliveries": "d", "volume": ".2f", "memory": ".2f"}
+MEASURED = _CASE | {"ms": ".1f", "blocking": ".1f", "#wrong": "d"}
 
 
 def grids_of(algorithm: Algorithm, ranks: int) -> list[Grid]:
     """The grids of ``ranks`` ranks, data = 1, that the algorithm can use."""
-    found = []
+    grids = []
     for grid in Grid.all(ranks):
         if grid.data == 1:
             try:
                 algorithm.check(grid)
             except ValueError:
                 continue
-            found.append(grid)
-    return found
+            grids.append(grid)
+    return grids
 
 
 def volume(transfers: list[Transfer]) -> int:
@@ -84,47 +61,22 @@ def best_grid(algorithm: Algorithm, ranks: int, shape: Shape) -> Grid | None:
     return min(grids_of(algorithm, ranks), key=lambda grid: volume(algorithm.cost(grid, shape)), default=None)
 
 
-def predicted_seconds(machine: Any, grid: Grid, transfers: list[Transfer], itemsize: int) -> float:
-    """What the links take: a rank's share of what each axis moves, at the bandwidth of the axis, and the latencies."""
-    seconds = 0.0
-    for transfer in transfers:
-        groups = grid.world_size // grid.size(transfer.axis)
-        if transfer.op == "send":
-            groups = grid.world_size
-        moved = transfer.elements / grid.world_size * itemsize
-        seconds += moved / machine.bandwidth(grid, transfer.axis)
-        ring, tree = machine.latency(grid, transfer.axis)
-        one = {"broadcast": tree, "reduce": tree, "send": ring / max(1, grid.size(transfer.axis) - 1)}
-        seconds += transfer.calls / groups * one.get(transfer.op, ring)
-    return seconds
-
-
-def rows(options: argparse.Namespace, shapes: dict[str, Shape]) -> list[dict[str, Any]]:
-    from axo.perf.machine import load
-
-    machine, found = load(options.machine), []
-    for ranks in options.ranks:
-        for label, shape in shapes.items():
-            for name, algorithm in algorithms.items():
-                grid = best_grid(algorithm, ranks, shape)
-                if grid is None:
-                    continue
-                cost = algorithm.cost(grid, shape)
-                parts = (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n) / ranks
-                found.append(
-                    {
-                        "ranks": ranks,
-                        "shape": f"{label} {shape.m}x{shape.k}x{shape.n}",
-                        "algorithm": name,
-                        "grid": str(grid),
-                        "calls": sum(transfer.calls for transfer in cost),
-                        "deliveries": sum(transfer.deliveries for transfer in cost),
-                        "volume": volume(cost) / (shape.m * shape.n),
-                        "memory": algorithm.memory(grid, shape) / parts,
-                        "predicted ms": 1e3 * predicted_seconds(machine, grid, cost, options.itemsize),
-                    }
-                )
-    return found
+def rows(options: argparse.Namespace, shapes: dict[str, Shape]) -> Iterator[dict[str, Any]]:
+    """What each algorithm moves on its best grid."""
+    for ranks, (label, shape), (name, algorithm) in itertools.product(
+        options.ranks, shapes.items(), algorithms.items()
+    ):
+        grid = best_grid(algorithm, ranks, shape)
+        if grid is None:
+            continue
+        cost = algorithm.cost(grid, shape)
+        parts = (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n) / ranks
+        yield {
+            "ranks": ranks, "shape": f"{label} {shape.m}x{shape.k}x{shape.n}", "algorithm": name, "grid": str(grid),
+            "calls": sum(transfer.calls for transfer in cost),
+            "deliveries": sum(transfer.deliveries for transfer in cost),
+            "volume": volume(cost) / (shape.m * shape.n), "memory": algorithm.memory(grid, shape) / parts,
+        }  # fmt: skip
 
 
 def measure(options: argparse.Namespace, shapes: dict[str, Shape], header: dict[str, Any]) -> int:
@@ -132,8 +84,7 @@ def measure(options: argparse.Namespace, shapes: dict[str, Shape], header: dict[
     from axo.launch import launch_local
 
     from ..lib.table import Table
-    from ..papers.calibrate import spearman
-    from . import times as clock
+    from .times import Case, Link, times
 
     cases = []
     for shape in shapes.values():
@@ -141,111 +92,67 @@ def measure(options: argparse.Namespace, shapes: dict[str, Shape], header: dict[
             grids = grids_of(algorithm, options.measure)
             if len(grids) > 3:  # it takes any
                 grids = [best for best in [best_grid(algorithm, options.measure, shape)] if best]
-            cases += [clock.Case(name, str(grid), shape) for grid in grids]
-    link = clock.Link(options.ranks_per_host if options.limit else 0, options.limit)
-    seen = launch_local(clock.times, options.measure, cases, link, options.rounds)
-    rate = options.limit or float("inf")
-    fitted = [index for index, case in enumerate(cases) if case.shape == cases[0].shape]
-    model = clock.calibrated([cases[i] for i in fitted], [seen[i]["overlapped"] for i in fitted], rate)
-    predicted = [model.milliseconds(case) for case in cases]
+            cases += [Case(name, str(grid), shape) for grid in grids]
+    link = Link(options.ranks_per_host if options.limit else 0, options.limit)
+    measured = launch_local(times, options.measure, cases, link, options.rounds)
     table = Table(MEASURED, options.json, header | {"limit": options.limit})
-    for case, row, told in zip(cases, seen, predicted, strict=True):
-        table.add(
-            ranks=options.measure,
-            shape="x".join(map(str, case.shape)),
-            algorithm=case.algorithm,
-            grid=case.grid,
-            predicted=told,
-            ms=row["overlapped"],
-            blocking=row["blocking"],
-            communication=row["communication"],
-            products=row["products"],
-            hidden=clock.hidden(case, row),
-            **{"#wrong": row["#wrong"]},
-        )
-    first = "x".join(map(str, cases[0].shape))
-    print(
-        f"predicted, in ms: {model.link:.2f} of the time that the link takes for the busiest rank, {model.call:.2f} a"
-        f" collective, {model.product:.1f} for 1e9 flop; fitted to the {len(fitted)} rows of {first}"
-    )
-    held = [index for index in range(len(cases)) if index not in fitted]
-    if held:
-        rho = spearman([predicted[i] for i in held], [seen[i]["overlapped"] for i in held])
-        off = statistics.median(abs(predicted[i] / seen[i]["overlapped"] - 1) for i in held)
-        print(f"the other {len(held)} rows: rank correlation {rho:.2f}, median error {100 * off:.0f}%")
-    return sum(row["#wrong"] for row in seen)
+    for case, row in zip(cases, measured, strict=True):
+        sizes = "x".join(map(str, case.shape))
+        where = {"ranks": options.measure, "shape": sizes, "algorithm": case.algorithm, "grid": case.grid}
+        table.add(**where, ms=row["overlapped"], blocking=row["blocking"], **{"#wrong": row["#wrong"]})
+    return sum(row["#wrong"] for row in measured)
 
 
 def plot(path: Path, ranks: int) -> None:
     """Volume against m / n for k = n, an algorithm a line; below, who moves least for each pair of m / k and n / k."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     base, aspects = 4096, [2.0**e for e in range(-5, 7)]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2))
     names = [name for name in algorithms if grids_of(algorithms[name], ranks)]
-    for name in names:
-        points = []
-        for aspect in aspects:
-            shape = Shape(int(base * aspect), base, base)
-            grid = best_grid(algorithms[name], ranks, shape)
-            assert grid is not None
-            points.append(volume(algorithms[name].cost(grid, shape)) / base**2)
-        left.plot(aspects, points, marker=".", label=name)
-    left.set(xscale="log", yscale="log", xlabel="rows of activations / width of the weight, m / n (k = n)")
-    left.set(ylabel="elements moved, forward and backward, in n^2", title=f"{ranks} ranks, each on its best grid")
-    left.legend(fontsize=8, frameon=False)
-    winners = []
-    for high in aspects:
-        row = []
-        for wide in aspects:
-            shape = Shape(int(base * wide), base, int(base * high))
-            best = {name: best_grid(algorithms[name], ranks, shape) for name in names}
-            row.append(
-                min(range(len(names)), key=lambda i: volume(algorithms[names[i]].cost(best[names[i]], shape)))  # type: ignore[arg-type]
-            )
-        winners.append(row)
-    colours = plt.get_cmap("tab10")
-    right.pcolormesh(range(len(aspects) + 1), range(len(aspects) + 1), winners, cmap=colours, vmin=0, vmax=9)
-    ticks = [index + 0.5 for index in range(0, len(aspects), 2)]
-    right.set_xticks(ticks, [f"{aspects[i]:g}" for i in range(0, len(aspects), 2)])
-    right.set_yticks(ticks, [f"{aspects[i]:g}" for i in range(0, len(aspects), 2)])
-    right.set(xlabel="m / k", ylabel="n / k", title="who moves least")
-    seen = sorted({index for row in winners for index in row})
-    right.legend(
-        [plt.Rectangle((0, 0), 1, 1, color=colours(index)) for index in seen],
-        [names[index] for index in seen],
-        fontsize=8,
-        frameon=False,
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-    )
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+
+    def moved(name: str, shape: Shape) -> int:
+        grid = best_grid(algorithms[name], ranks, shape)
+        assert grid is not None
+        return volume(algorithms[name].cost(grid, shape))
+
+    def least(wide: float, high: float) -> int:
+        shape = Shape(int(base * wide), base, int(base * high))
+        return min(range(len(names)), key=lambda i: moved(names[i], shape))
+
+    winners = [[least(wide, high) for wide in aspects] for high in aspects]
+    with panels(path, (12, 4.2), columns=2) as (left, right):
+        for name in names:
+            points = [moved(name, Shape(int(base * aspect), base, base)) / base**2 for aspect in aspects]
+            left.plot(aspects, points, marker=".", label=name)
+        left.set(xscale="log", yscale="log", xlabel="rows of activations / width of the weight, m / n (k = n)")
+        left.set(ylabel="elements moved, forward and backward, in n^2", title=f"{ranks} ranks, each on its best grid")
+        left.legend(fontsize=8, frameon=False)
+        edges = range(len(aspects) + 1)
+        right.pcolormesh(edges, edges, winners, cmap="tab10", vmin=0, vmax=9)
+        ticks = [index + 0.5 for index in range(0, len(aspects), 2)]
+        labels = [f"{aspect:g}" for aspect in aspects[::2]]
+        right.set(xticks=ticks, xticklabels=labels, yticks=ticks, yticklabels=labels)
+        right.set(xlabel="m / k", ylabel="n / k", title="who moves least")
+        for index in sorted({index for row in winners for index in row}):
+            right.plot([], [], "s", color=f"C{index}", label=names[index])
+        right.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a product is wrong."""
     import torch
 
-    from ..lib.arguments import Parser
-    from ..lib.link import rate
+    from ..lib.arguments import Parser, numbers, rate
     from ..lib.table import Table, environment
 
     parser = Parser("axo bench products", __doc__, json=True)
-    parser.add_argument("--ranks", type=_numbers, default=list(RANKS), help="such as 4,8,64")
+    parser.add_argument("--ranks", default="4,8,16,27,64", help="comma-separated")
     parser.add_argument("--shapes", default=None, help="MxKxN, several by commas; default: square, tall, flat")
-    parser.add_argument("--machine", default="perlmutter", help="for the prediction: as in axo plan")
-    parser.add_argument("--itemsize", type=int, default=2, help="bytes of an element, for the prediction")
     parser.add_argument("--measure", type=int, default=0, metavar="RANKS", help="time it on this many local ranks")
     parser.add_argument("--limit", type=rate, default=0.0, help="with --measure: bytes a second that leave a host: 50M")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="with --limit: ranks that play one host")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--plot", type=Path, default=None)
     options = parser.parse_args(arguments)
+    options.ranks = numbers("--ranks", options.ranks)
     shapes = TIMED if options.measure else SHAPES
     if options.shapes:
         try:
@@ -265,10 +172,6 @@ def main(arguments: list[str] | None = None) -> int:
         plot(options.plot, max(options.ranks))
         print(options.plot, file=sys.stderr)
     return int(wrong > 0)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ wants it), setuptools and what these require, and types there, without a network
     python3 setup.py build_ext --inplace
     PYTHONPATH=python:. python3 -m bench.gpu --walk --seconds 400 --out DIR
 
-The lines say how long each took by the clock and in seconds of a CPU, which units of the build took how long, which
-files came of it, and every verdict. On N cores the units take no less than the longest of them, and no less than all of
-them divided by N. Speed on a GPU, and what its libraries really do, it cannot show: the libraries are the tests'
+The lines say how long each took by the clock and in seconds of a CPU, which files came of it, and every verdict. Speed
+on a GPU, and what its libraries really do, it cannot show: the libraries are the tests'
 stand-ins.
 """
 
@@ -35,15 +34,6 @@ from bench.lib.table import Table, environment
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "numpy", "setuptools")
 COLUMNS = {"step": "s", "exit": "d", "seconds": ".1f", "cpu_seconds": ".1f"}
-# Stands where the compiler is looked for: the shell's `times` are those of what it has run, this unit alone.
-COMPILER = """#!/bin/sh
-{compiler} "$@"
-code=$?
-unit=link
-while [ $# -gt 1 ]; do [ "$1" = -c ] && unit=$2; shift; done
-{{ echo "$unit"; times; }} > "{folder}/$$"
-exit $code
-"""
 # What must fail there, for the walk to prove anything.
 ABSENT = (
     "import importlib.util, socket\n"
@@ -85,36 +75,6 @@ def bare_environment(folder: Path) -> Path:
     return folder / "bin"
 
 
-def timed_compiler(folder: Path, compiler: str = "g++") -> Path:
-    """A compiler that leaves what it has taken in ``folder``."""
-    folder.mkdir()
-    program = folder.with_suffix(".sh")
-    program.write_text(COMPILER.format(compiler=compiler, folder=folder))
-    program.chmod(0o755)
-    return program
-
-
-def units(folder: Path) -> dict[str, float]:
-    """Seconds of a CPU that :func:`timed_compiler` took for each unit, and for ``link``; the longest first."""
-    found = {}
-    for file in folder.iterdir():
-        unit, _, of_children = file.read_text().splitlines()
-        found[unit] = sum(60 * float(m) + float(s) for m, s in re.findall(r"(\d+)m([\d.]+)s", of_children))
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
-
-
-def tell_units(found: dict[str, float], table: Table) -> None:
-    """Lines of the longest units, and of what the build cannot be quicker than."""
-    compiled = {unit: seconds for unit, seconds in found.items() if unit != "link"}
-    for unit, seconds in list(compiled.items())[:3]:
-        table.note(f"{unit}: {seconds:.1f} s of a CPU", unit=unit, cpu_seconds=seconds)
-    longest, whole = max(compiled.values(), default=0.0), sum(compiled.values())
-    table.note(
-        f"{len(compiled)} units: longest {longest:.1f} s, together {whole:.1f} s, then the link {found['link']:.1f} s",
-        units=len(compiled), longest=longest, together=whole, link=found["link"],
-    )  # fmt: skip
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Build and walk; returns 0 when both ended with 0."""
     parser = Parser("bench.tools.bare_run", __doc__)
@@ -148,11 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         code = 0
         for step, command in steps.items():
             more = {"PYTHONPATH": "python:."} if step == "walk" else {}
-            if step == "build":
-                more["CXX"] = str(timed_compiler(folder / "units"))
             code = code or _timed(step, command, tree, given | more, table)
-            if step == "build" and not code:
-                tell_units(units(folder / "units"), table)
         for file in sorted(out.iterdir()) if out.exists() else []:
             table.note(f"{file.name}: {file.stat().st_size} bytes", file=file.name)
             if file.name == "verdicts.txt":

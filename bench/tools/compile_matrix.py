@@ -62,6 +62,7 @@ from axo_kernels.gemm.tiles import (
 )
 from axo_kernels.tune.model_shapes import MODELS, layers
 from bench.lib.arguments import Parser
+from bench.lib.table import read_rows
 from bench.tools.assembly import complaints, grouped_complaints, instructions, left_in_flight, loop_bodies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -409,9 +410,7 @@ def compile_all(matrix: list[Case], workers: int = 2, seconds: float = float("in
 
 def earlier(path: Path | None, matrix: list[Case], identity: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What a stopped run has found right with the same kernels and the same Triton, by name; the rest is compiled."""
-    if path is None or not path.exists():
-        return {}
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = read_rows(path) if path else []
     if not lines or any(lines[0].get(key) != value for key, value in identity.items()):
         return {}
     names = {case.name for case in matrix}

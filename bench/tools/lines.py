@@ -59,11 +59,7 @@ def count(files: Iterator[tuple[str, str]]) -> dict[str, dict[str, int]]:
     rows = {name: {"files": 0, "lines": 0, "statements": 0} for name in (PRODUCT, *FOLDERS)}
     for path, text in files:
         parts = path.split("/")
-        folder = (
-            "csrc/tests"
-            if path.startswith("csrc/tests/")
-            else next((name for name in FOLDERS if path.startswith(f"{name}/")), None)
-        )
+        folder = next((name for name in reversed(FOLDERS) if path.startswith(f"{name}/")), None)
         if folder is None:
             continue
         names = [folder, *([PRODUCT] if folder in FOLDERS[:3] else [])]

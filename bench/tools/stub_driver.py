@@ -2,7 +2,6 @@
 
     python -m bench.tools.stub_driver                     every kernel, default and candidate of bench.kernels
     python -m bench.tools.stub_driver --cache DIR         and leave what was compiled for a machine with an H100
-    python -m bench.tools.stub_driver --host-time         microseconds of the host for a launch, beside Triton's own
 
 Kernels are compiled for sm_90, their binaries loaded and launched, and tensor maps encoded, by Triton's own code; the
 driver (``stub_driver.cpp``, compiled here with g++) looks like one H100, holds each map and grid against the rules and
@@ -19,7 +18,6 @@ import ctypes
 import importlib.util
 import itertools
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -120,47 +118,10 @@ def run(every: Iterable[Any], stub: Stub) -> list[str]:
     return wrong
 
 
-def host_times(rounds: int = 15, calls: int = 200) -> dict[str, float]:
-    """Microseconds of CPU time for a launch: the median of rounds, each of so many calls, in turns."""
-    from axo_kernels.gemm.kernels import combine_kernel
-    from axo_kernels.gemm.tiles import HOPPER
-    from axo_kernels.tune.choice import Choice
-    from axo_kernels.tune.runners import runner
-
-    a, b = (torch.empty(512, 512, dtype=torch.bfloat16) for _ in range(2))
-    out, partial_sums = torch.empty(512, 512, dtype=torch.bfloat16), torch.empty(2, 512, 512)
-    plain = runner(Choice("triton", "NT"), "NT")
-    hopper = runner(Choice("triton", "NT", HOPPER[0]), "NT")
-
-    def bare() -> None:
-        combine_kernel[(64,)](
-            partial_sums, out, out, out, 512, 512, 512 * 512, 512, 1, 512, PIECES=2, BLOCK_M=32, BLOCK_N=128,
-            num_warps=4, HAS_BIAS=False, ACTIVATION="", ACCUMULATE=False,
-        )  # fmt: skip
-
-    calls_of: dict[str, Callable[[], object]] = {
-        "a bare launch of Triton's": bare,
-        "the default": lambda: plain(a, b),
-        "the default into a given result": lambda: plain(a, b, out=out),
-        f"Hopper's {HOPPER[0].name}": lambda: hopper(a, b),
-    }
-    times: dict[str, list[float]] = {name: [] for name in calls_of}
-    for call in calls_of.values():
-        call()
-    for _round in range(rounds):
-        for name, call in calls_of.items():
-            started = time.process_time()
-            for _ in range(calls):
-                call()
-            times[name].append(1e6 * (time.process_time() - started) / calls)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Launch all, or time launches; returns 1 where anything went wrong."""
+    """Launch all; returns 1 where anything went wrong."""
     parser = Parser("bench.tools.stub_driver", __doc__)
     parser.add_argument("--cache", type=Path, default=None, help="a folder that is to keep what was compiled")
-    parser.add_argument("--host-time", action="store_true", help="time launches instead")
     parser.add_argument("--only", default="", help="launches whose names have this in them")
     parser.add_argument("--part", default="1/1", help="N/M: every M-th of the launches, from the N-th on")
     options = parser.parse_args(arguments)
@@ -169,10 +130,6 @@ def main(arguments: list[str] | None = None) -> int:
         cache = options.cache.resolve() if options.cache else folder / "cache"
         os.environ["TRITON_CACHE_DIR"] = str(cache)
         stub = Stub(folder)
-        if options.host_time:
-            for name, microseconds in host_times().items():
-                print(f"{microseconds:8.1f} us  {name}", flush=True)
-            return 0
         started = time.perf_counter()
         part, parts = (int(number) for number in options.part.split("/"))
         chosen = [one for one in every_launch() if options.only in one.name][part - 1 :: parts]

@@ -14,8 +14,6 @@
 // reduce: each part is reduced inside a host to who stands for it; they exchange what they own, and the owner finishes.
 // spread: who stands for a part gets it from its owners, and broadcasts it inside the host.
 //
-// Gloo's own collectives are not used: their sums are in another order for each part, they take turns in one queue for
-// all communicators of a process, and none of them can be ended before its time limit.
 // In what sums add up stands in memory/partial_sums.h.
 #include <algorithm>
 

@@ -23,7 +23,7 @@ HostMap::HostMap(std::vector<Place> places_by_rank) : places(std::move(places_by
 namespace {
 
 std::string transport_of(const HostMap& map) {
-  const std::string hosts = std::to_string(map.hosts.size()) + " hosts over gloo";
+  const std::string hosts = std::to_string(map.hosts.size()) + " hosts over tcp";
   return map.hosts.size() == map.places.size() ? hosts : "shared memory x " + hosts;
 }
 

@@ -1,6 +1,8 @@
 // The queue, the arrivals, the messages and the failure of one communicator over several hosts; see hosts/core.h.
 #include "hosts/core.h"
 
+#include "hosts/socket_wire.h"
+
 #include <sys/prctl.h>
 
 #include <algorithm>
@@ -458,13 +460,29 @@ void HostsCore::leave(Lock& lock) {
   engine_.self()->ring();
 }
 
+std::string HostsCore::loss_of(int rank) const {
+  if (peer(rank).left) return "left";
+  if (!m_.mesh->silent(wire_of(rank))) return "died";
+  std::string ranks;
+  for (int r : m_.map.ranks_on(m_.map.host_of(rank))) ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
+  return "is lost: its host (ranks " + ranks + ") has answered nothing for " + std::to_string(kSilence.count() / 1000) +
+         " s";
+}
+
 // Under mutex_.
 std::string HostsCore::timeout_text(const WorkState& work) const {
   const std::string text = work.timed_out() + " in " + work.title();
   const auto named = [&](int r) { return "rank " + std::to_string(r) + place_of(r); };
   if (work.request.point_to_point()) return text + "; " + named(work.request.root) + " did not answer";
   const auto has_come = [&](int r) { return r == rank() || !peer(r).operations.empty(); };
-  return text + arrivals(has_come, [&](int r) { return named(r) + (lost(r) ? ", " + loss_of(r) : ""); });
+  std::string owed;
+  for (const auto& [key, pieces] : receives_) {
+    const Piece& piece = *pieces.front();
+    if (key.second != kCollectives || !agrees(key.first)) continue;
+    owed += "; " + named(key.first) + " owes " + std::to_string(piece.bytes - piece.moved) + " of " +
+            std::to_string(piece.bytes) + " bytes";
+  }
+  return text + arrivals(has_come, [&](int r) { return named(r) + (lost(r) ? ", " + loss_of(r) : ""); }) + owed;
 }
 
 }  // namespace axo::hosts

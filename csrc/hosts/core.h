@@ -137,7 +137,7 @@ class HostsCore final : public Sink, public CpuCore {
   Failure failure_inside(const std::exception_ptr& error) const;
   void judge(Lock& lock, const std::exception_ptr& inside);
   bool lost(int rank) const { return peer(rank).left || m_.mesh->gone(wire_of(rank)); }
-  std::string loss_of(int rank) const { return peer(rank).left ? "left" : "died"; }
+  std::string loss_of(int rank) const;
   std::string place_of(int rank) const override { return " (host " + m_.map.place(rank).host_name() + ")"; }
   std::string timeout_text(const WorkState& work) const;
 

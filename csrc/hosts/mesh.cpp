@@ -12,7 +12,6 @@
 namespace axo::hosts {
 namespace {
 
-constexpr int kHeads = 0, kPayloads = 1;
 constexpr std::chrono::seconds kFlush{5};      // for peers to read why a communicator ends
 constexpr std::chrono::seconds kPatience{10};  // for a payload on its way, which ends unless the peer hangs
 
@@ -52,7 +51,7 @@ void Mesh::close(Lock& lock) {
 
 void Mesh::read(int from) {
   Head head;
-  wire_->receive(from, kHeads, &head, sizeof(head));
+  wire_->receive(from, &head, sizeof(head));
   check(head);
   std::shared_ptr<Sink> sink;
   {
@@ -64,7 +63,7 @@ void Mesh::read(int from) {
   char* const to = sink && head.frame == FrameKind::data ? sink->place(from, head) : nullptr;
   if (head.apart()) {
     std::vector<char> nowhere(to == nullptr ? head.bytes : 0);
-    wire_->receive(from, kPayloads, to == nullptr ? nowhere.data() : to, head.bytes);
+    wire_->receive(from, to == nullptr ? nowhere.data() : to, head.bytes);
   } else if (to != nullptr && head.bytes != 0) {
     std::memcpy(to, head.text, head.bytes);
   }
@@ -94,7 +93,7 @@ void Mesh::run_writer(int to) {
   while (!closed_) {
     if (!p.posted.empty()) {
       const Head& head = p.posted.front();
-      send_unlocked(lock, [&] { wire_->send(to, kHeads, &head, sizeof(head)); });
+      send_unlocked(lock, [&] { wire_->send(to, {&head, sizeof(head)}, {}); });
       p.posted.pop_front();
       idle_.notify_all();
     } else if (p.transfers.empty()) {
@@ -123,8 +122,7 @@ void Mesh::write_chunk(Lock& lock, int to) {
   t.head.bytes = std::min(limit_.chunk(), t.bytes - t.at);
   const bool ok = send_unlocked(lock, [&] {
     if (!t.head.apart() && t.head.bytes != 0) std::memcpy(t.head.text, t.data + t.at, t.head.bytes);
-    wire_->send(to, kHeads, &t.head, sizeof(t.head));
-    if (t.head.apart()) wire_->send(to, kPayloads, t.data + t.at, t.head.bytes);
+    wire_->send(to, {&t.head, sizeof(t.head)}, t.head.apart() ? Bytes{t.data + t.at, t.head.bytes} : Bytes{});
   });
   t.at += t.head.bytes;
   t.since = std::exchange(t.leaves, Clock::time_point{});

@@ -1,12 +1,11 @@
 // Frames between the ranks of several hosts: a reader and a writer thread a peer, any number of communicators.
 //
-// A frame is a head of fixed size on channel 0 and, when it does not fit in there, a payload on channel 1. The reader
-// of a peer always waits for its next head, so a peer that dies is noticed at once, whatever this rank does. The writer
-// sends what tells something before what carries bytes, and lets transfers take turns, chunk by chunk; so nobody who
-// sends or aborts waits for a peer, and no communicator for another's large message.
-// A communicator is a Sink with a number that its ranks have agreed on. Frames for a number that this rank does not
-// know are of one that it has closed: it drops them. What a head says comes from outside: it is checked before use, and
-// a peer that sends nonsense counts as lost.
+// A frame is a head of fixed size and, when it does not fit in there, a payload behind it. The reader of a peer always
+// waits for its next head, so a peer that dies is noticed at once, whatever this rank does. The writer sends what tells
+// something before what carries bytes, and lets transfers take turns, chunk by chunk; so nobody who sends or aborts
+// waits for a peer, and no communicator for another's large message. A communicator is a Sink with a number that its
+// ranks have agreed on. Frames for a number that this rank does not know are of one that it has closed: it drops them.
+// What a head says comes from outside: it is checked before use, and a peer that sends nonsense counts as lost.
 #pragma once
 
 #include <condition_variable>
@@ -54,7 +53,7 @@ struct Head {
   std::uint32_t unused = 0;
   char text[kInline] = {};  // of an abort; or a small payload
 
-  bool apart() const { return frame == FrameKind::data && bytes > kInline; }  // the payload follows on channel 1
+  bool apart() const { return frame == FrameKind::data && bytes > kInline; }  // the payload follows
 };
 static_assert(std::is_trivially_copyable_v<Head>);
 
@@ -88,6 +87,8 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
   void drop(std::uint64_t communicator);
   // Whether nothing comes from a peer any more; what came before has arrived.
   bool gone(int rank);
+  // Whether that is so because its host answers nothing.
+  bool silent(int rank) const { return wire_->silent(rank); }
 
  private:
   using Lock = std::unique_lock<std::mutex>;

@@ -2,13 +2,18 @@
 #include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <sstream>
 
 #include "base/identity.h"
 #include "host/communicator.h"
 #include "hosts/communicator.h"
 #include "hosts/link_limit.h"
+#include "hosts/socket_wire.h"
+#include "progress/process_life.h"
 #include "torch/c10d_backend.h"
-#include "torch/c10d_wire.h"
 
 namespace py = pybind11;
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)  // as torch/csrc/utils/pybind.h declares it
@@ -27,18 +32,31 @@ void bind_c10d(py::module_& m) {
       },
       py::call_guard<py::gil_scoped_release>());
 
+  // A thread of a rank, as it tells of itself in a store: process, thread, and where these numbers mean something.
+  const auto space = [] { return process_space() + "@" + boot_id(); };
+  m.def("this_thread",
+        [space] { return std::to_string(::getpid()) + " " + std::to_string(::syscall(SYS_gettid)) + " " + space(); });
+  // Whether the thread that has told this is no more; false where that cannot be known.
+  m.def("thread_gone", [space](const std::string& told) {
+    int pid = 0, tid = 0;
+    std::string of;
+    std::istringstream(told) >> pid >> tid >> of;
+    const bool known = of.rfind("unknown@", 0) != 0 && !of.empty() && of.back() != '@';
+    return known && of == space() && RankThread(pid, tid, process_space()).gone();
+  });
   m.def("host_identity", &host_identity);
   m.def("host_name", &host_name);
   m.def("simulate_host", &simulate_host);
   m.def("simulate_link", [](double rate, double latency) { hosts::simulate_link({rate, latency}); });
-  // `gloo`: a c10d backend of the same ranks, for this communicator alone.
+  // `data` and `pulse`: descriptors of this rank's connections, which the communicator takes over.
   m.def(
       "create_hosts_communicator",
-      [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& key,
-         const c10::intrusive_ptr<c10d::Backend>& gloo, const std::vector<std::string>& hosts, const std::string& name,
+      [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& key, int rank, const std::vector<int>& data,
+         const std::vector<int>& pulse, const std::vector<std::string>& hosts, const std::string& name,
          std::int64_t timeout_ms) {
+        auto wire = std::make_unique<hosts::SocketWire>(rank, data, pulse, hosts);
         C10dStore adapter(store);
-        return create_hosts_communicator(adapter, key, std::make_unique<C10dWire>(gloo), hosts,
+        return create_hosts_communicator(adapter, key, std::move(wire), hosts,
                                          HostOptions{name, Milliseconds(timeout_ms)});
       },
       py::call_guard<py::gil_scoped_release>());

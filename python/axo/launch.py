@@ -40,7 +40,8 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-from axo import files
+from axo import files, slurm
+from axo.cores import usable_cores
 from axo.errors import Aborted, PeerLost, ResourceError, Timeout, user_message
 
 _LOOPBACK = "axo-loopback"
@@ -105,11 +106,12 @@ class Rank:
 
     @classmethod
     def from_environment(cls) -> Rank | None:
-        """Read what torchrun sets; None outside of it.
+        """Read what torchrun or SLURM sets; None outside of them.
 
         Raises:
             ValueError: The variables are no ranks.
         """
+        slurm.adopt()
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             alone = os.environ.get("RANK", "0").strip().removeprefix("-")
             if not alone.isdecimal():  # nobody asks for it, but Lightning reads it with int() when it is imported
@@ -172,7 +174,7 @@ def set_threads(threads: int, local_ranks: int) -> None:
     limit = int(given) if given.isdecimal() and int(given) else sys.maxsize
     if threads > limit:
         raise ValueError(f"threads={threads} is above OMP_THREAD_LIMIT={given}: take fewer, or unset that variable")
-    torch.set_num_threads(threads or min(limit, max(1, len(os.sched_getaffinity(0)) // local_ranks)))
+    torch.set_num_threads(threads or min(limit, max(1, usable_cores() // local_ranks)))
 
 
 def keep_freed_memory() -> None:

@@ -20,12 +20,14 @@ class Variable:
         default: What holds when it is not set.
         meaning: What it does, and the values that it takes.
         values: Those, where they can be counted.
+        secret: Whether its value is never shown.
     """
 
     name: str
     default: str
     meaning: str
     values: tuple[str, ...] = ()
+    secret: bool = False
 
 
 VARIABLES = (
@@ -38,6 +40,10 @@ VARIABLES = (
     Variable("AXO_TUNE_CACHE", "the user's cache folder", "Folder of the tuner's choices."),
     Variable("AXO_FLIGHT_DIR", "none", "Folder for a rank's last operations, written on failure and on SIGUSR1."),
     Variable("AXO_NCCL_LIBRARY", "found", "Path of the NCCL or RCCL library that the GPU transport opens."),
+    Variable("AXO_SECRET", "", "The job's secret, which its ranks prove to each other.", secret=True),
+    Variable("AXO_SECRET_FILE", "", "A file with it, which only its owner may read."),
+    Variable("AXO_REQUIRE_SECRET", "0", "1: a job of several hosts without a secret is refused.", ("0", "1")),
+    Variable("AXO_INTERFACE", "", "The network interface on which CPU ranks of several hosts connect."),
     Variable(
         "AXO_CHECK",
         "0",
@@ -81,5 +87,6 @@ def check() -> None:
 
 
 def settings() -> dict[str, str]:
-    """The variables that are set, by name."""
-    return {variable.name: os.environ[variable.name] for variable in VARIABLES if variable.name in os.environ}
+    """The variables that are set, by name; of a secret one only that it is."""
+    given = [variable for variable in VARIABLES if variable.name in os.environ]
+    return {variable.name: "(set)" if variable.secret else os.environ[variable.name] for variable in given}

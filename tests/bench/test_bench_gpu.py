@@ -7,6 +7,7 @@ Long because the command has four parts, and what each test plays in fake time i
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -74,7 +75,8 @@ def test_walks_through_without_a_gpu(tmp_path):
         assert not any(checks.values()), checks
     assert "overhead over torch's NCCL backend under 3 us a call: not measured" in said
     assert "offload of optimizer, parameters as without: True" in said
-    assert "losses of axo apart (at most 0.02)" in said and "losses of axo fp8 apart (at most 0.2)" in said
+    assert re.search(r"losses of axo apart: \S+ \(goal: at most 0.02\): True", said)
+    assert re.search(r"losses of axo fp8 apart: \S+ \(goal: at most 0.2\): True", said)
     assert "the bound over Axo's step (goal: at least 0.7): not measured" in said
     assert (tmp_path / "step_trace.json.gz").stat().st_size > 1000
     assert len((tmp_path / "verdicts.txt").read_text().splitlines()) > 30
@@ -249,7 +251,7 @@ def measure_in_fake_time(monkeypatch, takes):
         monkeypatch.setattr(module, "environment", lambda device, part: {"device": device.type})
     monkeypatch.setattr(kernels.gemm, "_one", product)
     monkeypatch.setattr(kernels.overlap, "_case", case)
-    for module in (kernels, kernels.gemm, kernels.overlap):
+    for module in (kernels, attempts):
         monkeypatch.setattr(module, "time", clock)
     return measured
 
@@ -441,7 +443,7 @@ def test_parts_of_the_transport_and_of_the_step_have_their_turns(monkeypatch, tm
     assert {"layers: RuntimeError: no kernel image: False", "gpt h=32: RuntimeError: out of memory: False"} <= {*notes}
     assert {"begun": "gpt h=32"} in read_rows(tmp_path / "gpu_step.jsonl"), "what a kill leaves"
     assert "a profile: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES: False" in notes
-    assert "gpt h=32 recomputed, losses of axo apart (at most 0.02): 0.0e+00: True" in notes
+    assert "gpt h=32 recomputed, losses of axo apart: 0.0e+00 (goal: at most 0.02): True" in notes
 
 
 def test_processes_that_measure_together_have_a_limit(monkeypatch):
@@ -496,17 +498,6 @@ def test_no_more_than_eight_files_whatever_lies_there(tmp_path):
         assert len(archive.getnames()) == 7
 
 
-def test_the_host_has_a_head_start_in_the_step(monkeypatch):
-    """Each contestant its own: else a layer's time would be that of the Python before its first kernel."""
-    gpu_device, given = torch.device("cuda"), []
-    issue = {"slow": 4e-3, "quick": 1e-3}
-    runs = {name: (lambda name=name: name) for name in issue}
-    monkeypatch.setattr(gpu_step, "issue_time", lambda run, device: issue[run()])
-    monkeypatch.setattr(gpu_step, "once", lambda run, *rest: (given.append((run(), *rest)), 0.5)[1])
-    assert gpu_step.in_turns(runs, 3, gpu_device) == {name: (0.5, host) for name, host in issue.items()}
-    assert given == [(name, gpu_device, host) for name, host in issue.items()] * 3
-
-
 def test_weights_are_drawn_on_the_device():
     """Billions of numbers of a CPU's generator take longer than what is measured with them."""
     sizes = gpu_step.TOY_STEPS["gpt h=32"]
@@ -559,7 +550,7 @@ def test_sources_are_those_that_are_run(tmp_path):
 
 @pytest.mark.slow
 def test_what_a_part_imports_is_in_its_digest():
-    """So that what is mended in it is measured anew. The share that is predicted of a product is no measurement."""
+    """So that what is mended in it is measured anew."""
     code = (
         "import importlib, os, sys\n"
         "from bench.lib.table import RUN_BY, _run_by\n"
@@ -579,7 +570,7 @@ def test_what_a_part_imports_is_in_its_digest():
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(gpu.__file__).parents[1], capture_output=True, text=True
     )
-    rest = {"__init__.py", "roofline.py"}
+    rest = {"__init__.py"}
     found = [line.split(" ", 2) for line in done.stdout.splitlines()]
     assert [part for part, *_ in found] == [part.name for part in gpu.PARTS], done.stderr
     for part, count, missing in found:

@@ -17,7 +17,6 @@ from bench.tools import bare_run
 
 # A bench, the options that are wrong, and what the line says. Where there is no GPU, some want one before all else.
 MISTAKES = {
-    "checkpoint": ("--mb 0", "--mb '0' is not a whole number of at least 1"),
     "collectives": ("--sizes 1Q", "size '1Q' is not a number of bytes; write 4096, 64K, 1M or 1G"),
     "curves": ("--grids 7", "grid '7' is not of the form XxYxZxDATA"),
     "device": ("--bogus", "unrecognized arguments: --bogus"),
@@ -26,20 +25,12 @@ MISTAKES = {
     "gpu": ("--seconds 1", "--seconds 1 is too short for any result; use at least 60"),
     "gpu_step": ("--rounds x", "argument --rounds: invalid int value: 'x'"),
     "kernels": ("--jobs x", "argument --jobs: invalid int value: 'x'"),
-    "link": ("--sizes abc", "--sizes 'abc' is not a whole number of at least 1"),
     "memory": ("--every 0", "--every 0 is not at least 1"),
     "offload": ("--device nope", "--device 'nope'"),
     "overlap": ("--shapes 4x4", "--shapes '4x4': use three sizes joined by x"),
-    "overlap_engine": ("--cases nope", "--cases: nope: choose from OAR, ORS, OAG"),
-    "parity": ("--grid 7", "grid '7' is not of the form XxYxZxDATA"),
     "pipeline": ("--ranks 1", "--ranks 1: wanted numbers of at least 2, such as 2,4"),
     "plan_validation": ("--plans 7", "grid '7' is not of the form XxYxZxDATA"),
     "products": ("--shapes 4x4", "--shapes 4x4 is not of the form MxKxN,MxKxN"),
-    "roofline": ("--grid 7", "grid '7' is not of the form XxYxZxDATA"),
-    "scaling": (
-        "--mode=strong --grids=1x1x2x1 --tokens=48 --seq-len=16",
-        "--tokens 48 is not a multiple of --seq-len 16",
-    ),
     "soak": ("nope", "nope: not one of core, kills, memory"),
     "step": ("--cases nope", "--cases: nope: choose from serial, z, x, data, pipeline"),
 }

@@ -1,13 +1,9 @@
-"""axo bench products: its table, and the arithmetic of what it predicts and of what was hidden, by hand."""
+"""axo bench products: its table of what moves, and the rows that it times."""
 
-import pytest
+import json
 
-from axo.grid import Grid
-from axo.matmul.algorithm import Shape
 from bench.products import __main__ as products
 from bench.products import algorithms
-from bench.products import times as product_times
-from bench.products.times import Case
 
 
 def test_the_table_has_a_row_for_every_algorithm_that_has_a_grid(capsys):
@@ -17,26 +13,11 @@ def test_the_table_has_a_row_for_every_algorithm_that_has_a_grid(capsys):
     assert ["8", "64x64x64", "agarwal", "2x2x2x1"] in [line[:4] for line in lines]
 
 
-@pytest.mark.parametrize(
-    "name, grid, sent, calls",
-    [
-        ("summa", "2x2x1", 6 * 4 * 4, 12),  # a block along each axis, in each of the three rounds of both passes
-        ("cannon", "2x2x1", 10 * 4 * 4, None),  # skew and shift of A and B twice, of both sums once and home
-        ("solomonik", "1x1x2", 8 * 8 * 8, 8),  # layer 0 sends A and B, then dC too; layer 1 its sums of C, dA and dB
-        ("axonn", "2x1x1", 8 * 8, 1),  # half of a sum of dA, there and back
-    ],
-)
-def test_what_the_busiest_rank_sends(name, grid, sent, calls):
-    found = product_times.busiest(algorithms[name], Grid.parse(grid), Shape(8, 8, 8))
-    assert found[0] == sent
-    assert calls is None or found[1] == calls
-
-
-def test_weights_are_found_and_hidden_is_a_share_of_the_steps_that_can_hide():
-    cases = [Case(name, "2x2x1x1", Shape(size, size, size)) for name in ("summa", "cannon") for size in (64, 128, 256)]
-    true = product_times.Model(1.5, 0.5, 20.0, 1e7)
-    found = product_times.calibrated(cases, [true.milliseconds(case) for case in cases], 1e7)
-    assert found == pytest.approx(true)
-    seen = {"communication": 40.0, "products": 20.0, "overlapped": 52.0}
-    assert product_times.hidden(cases[0], seen) == pytest.approx(8 / (20 / 2))
-    assert product_times.hidden(Case("megatron", "4x1x1x1", Shape(64, 64, 64)), seen) is None
+def test_what_is_timed_is_right(tmp_path):
+    """Oracle: whole numbers, whose sums fp32 holds exactly, with overlap and without."""
+    file = tmp_path / "rows.jsonl"
+    given = ["--measure", "4", "--shapes", "24x16x32", "--rounds", "1", "--limit", "50M", "--json", str(file)]
+    assert products.main(given) == 0
+    _, *rows = map(json.loads, file.read_text().splitlines())
+    assert {row["algorithm"] for row in rows} == set(algorithms) - {"agarwal"}, "which wants a cube of ranks"
+    assert all(row["#wrong"] == 0 and row["ms"] > 0 and row["blocking"] > 0 for row in rows)

@@ -49,7 +49,7 @@ def test_contestants_agree_on_the_loss(case: str, ranks: int) -> None:
 
 def test_contestants_in_processes_of_their_own_agree_too() -> None:
     rows = step.measure_apart("z", argparse.Namespace(**OPTIONS, ranks=2))
-    assert len(rows) == 7 and all(row["right"] and row["mb"] > 0 and len(row["all_ms"]) == 8 for row in rows), rows
+    assert len(rows) == 7 and all(row["right"] and len(row["all_ms"]) == 8 for row in rows), rows
     assert [row["comm"] is not None for row in rows] == [row["contestant"].startswith("Axo ") for row in rows]
 
 
@@ -67,34 +67,24 @@ def test_a_contestant_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capfd
 
 
 class Counting:
-    """A contestant whose turns take 1, 2, 3 ... seconds, until somebody presses Ctrl-C in the turn ``last``."""
+    """A contestant whose turns take 1, 2, 3 ... seconds."""
 
-    def __init__(self, name: str, last: int) -> None:
-        self.name, self._last = name, last
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def turn(self, step: int) -> tuple[float, float, float]:
-        if step == self._last:
-            raise KeyboardInterrupt
         return step + 1.0, 0.5, 10.0 - step
 
-    def memory(self) -> float | None:
-        return 1e6
 
-
-def test_what_was_measured_before_ctrl_c_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows of the rounds that all have counted, with the losses of the last of them; how far it was is told."""
+def test_turns_are_counted_and_how_far_it_is_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last eight of ten steps, with the loss of the last."""
     options, names = argparse.Namespace(**OPTIONS, ranks=2), ("Axo", "FSDP2", "no communication")
     table = Table({})
     table._told -= 100
-    with pytest.raises(step.Stopped) as stopped:
-        step.compete("z", options, [Counting(name, 6 if name == "FSDP2" else 99) for name in names], table)  # type: ignore[misc]
-    rows = stopped.value.rows
+    rows = step.compete("z", options, [Counting(name) for name in names], table)  # type: ignore[misc]
     assert [row["contestant"] for row in rows] == list(names)
-    assert all(row["all_ms"] == [3e3, 4e3, 5e3, 6e3] and row["loss"] == 5.0 and row["right"] for row in rows), rows
+    assert all(row["all_ms"] == [1e3 * n for n in range(3, 11)] and row["loss"] == 1.0 for row in rows), rows
     assert capsys.readouterr().err == "z: step 1 of 10: Axo, 1000 ms\n"
-    with pytest.raises(KeyboardInterrupt) as early:
-        step.compete("z", options, [Counting(name, 1) for name in names], table)  # type: ignore[misc]
-    assert not isinstance(early.value, step.Stopped)
 
 
 def blocks_put_aside(index: int) -> tuple[str, int]:
@@ -123,7 +113,7 @@ def test_ratios_are_of_steps_side_by_side() -> None:
     seconds = {"Axo": [1.1, 1.1, 5.5], "FSDP2": [1.32, 1.32, 6.6], "no communication": [1.0, 1.0, 5.0]}
     names = list(seconds)
     blocked, losses = {name: [float("nan")] for name in names}, dict.fromkeys(names, 1.0)
-    rows = step.summarize("z", sizes, 2, seconds, blocked, losses, dict.fromkeys(names), 1e12)
+    rows = step.summarize("z", sizes, 2, seconds, blocked, losses, 1e12)
     assert [round(row["faster"], 3) for row in rows] == [1.2, 1.0, 1.32]
     assert [round(row["longer"], 3) for row in rows] == [0.1, 0.32, 0.0]
 
@@ -145,7 +135,7 @@ def test_a_step_is_held_to_its_own_bound_and_to_the_planner():
         {"contestant": "axo", "of_bound": 0.69, "card": card, "peak_gib": 11.9, "planned_gib": 12.4},
     ]
     assert gpu_step.judged("gpt", rows) == {
-        "gpt, the bound over Axo's step (goal: at least 0.7): 0.690, torch's 0.710, at 1755 MHz": False,
+        "gpt, the bound over Axo's step: 0.690, torch's 0.710, at 1755 MHz (goal: at least 0.7)": False,
         "gpt, memory of Axo's step over the planner's (goal: 0.8 to 1): 11.90 of 12.40 GiB": True,
     }
     assert set(gpu_step.judged("gpt", []).values()) == {"not measured"}

@@ -98,7 +98,8 @@ def test_what_the_driver_does_not_let_go_of_is_left(monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "Popen", Held)
     try:
         Trial(["a trial"]).kill()
-        kernels.compile_ahead(2, 0.0, ["gemm"])
+        kernels.compile_ahead(2, 0.0)
+        monkeypatch.setattr(device, "TOGETHER_SECONDS", 0.0)
         with pytest.raises(RuntimeError, match="2 ranks did not end within"):
             device.in_processes(device.StandIn(), 2, ("graph",), table.Table({}))
     finally:

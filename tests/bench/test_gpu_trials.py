@@ -203,7 +203,7 @@ def test_a_second_run_on_a_gpu_tries_the_kernel_for_hopper_again(monkeypatch, tm
     monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(kernels, "works", lambda device: True)
-    monkeypatch.setattr(kernels, "compile_ahead", lambda jobs, seconds, sections: None)
+    monkeypatch.setattr(kernels, "compile_ahead", lambda jobs, seconds: None)
     killed = []
     process = SimpleNamespace(kill=lambda: killed.append(True))
     monkeypatch.setattr(kernels, "_trial", lambda layout, without, smoke: (started.append(layout), process)[1])

@@ -48,13 +48,6 @@ def test_a_sample_is_launched_and_its_cache_can_be_moved(tmp_path, monkeypatch):
     assert "kernels are compiled here" in compiled.bring(tmp_path / "none", tmp_path / "other")
 
 
-def test_blocks_are_those_of_the_layers():
-    from axo.nn import goldfish, loss
-    from bench.lib import launches
-
-    assert (launches.LOSS_BLOCK, launches.GOLDFISH_BLOCK) == (loss._BLOCK, goldfish.BLOCK)
-
-
 @pytest.mark.soak
 def test_every_kernel_and_candidate():
     (calls, launched, maps, wrong), told = stub(timeout=7200)

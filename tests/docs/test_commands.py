@@ -40,7 +40,7 @@ NOT_RUN = {
     r"^pip download": "wants a network; tests/integrations/litgpt/test_plugin.py does the same where there is one",
     r"--device cuda": "wants 8 GPUs; tests/train/test_train_device.py runs it on ranks with a stand-in for them",
     r"^torchrun --nnodes": "wants two hosts; tests/comm/test_hosts.py has ranks that take themselves for several",
-    r"-p bench\.tools\.litgpt_plugin": "wants LitGPT's sources; tests/integrations/litgpt/test_plugin.py runs it",
+    r"-p tests\.integrations\.litgpt\.plugin": "wants LitGPT's sources; test_plugin.py beside it runs it",
     r"^axo bench": "measures for minutes; tests/bench runs the benches in small",
     r"^axo tune": "measures a GPU's products; tests/kernels/tune runs the tuner in small",
     r"^axo profile": "measures this machine for minutes; tests/perf/test_input.py runs it in small",

@@ -30,8 +30,8 @@ def test_the_tests_that_are_nearest_to_a_change(path, test):
 
 def test_an_import_leads_to_its_file():
     """Of names that are relative, public, a package's program, or a string."""
-    imported = changed.imported(ROOT / "bench/tools/first_step.py")
-    assert {ROOT / "bench/curves.py", ROOT / "bench/lib/table.py"} <= imported
+    imported = changed.imported(ROOT / "bench/step.py")
+    assert {ROOT / "bench/lib/step_models.py", ROOT / "bench/lib/table.py"} <= imported
     assert AXO / "cli/__main__.py" in changed.imported(ROOT / "tests/integrations/litgpt/test_serving.py")
     assert AXO / "integrations/fabric/strategy.py" in changed.imported(AXO / "integrations/litgpt/command.py")
 

@@ -14,7 +14,6 @@ from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.model import tune_model
 from axo_kernels.tune.model_shapes import MODELS, layers
 from bench import overlap
-from bench.lib import simulated
 from bench.lib.simulated import SimulatedCommunicator
 from bench.lib.table import Table
 from tests.launcher import Command
@@ -52,8 +51,8 @@ def test_tuning_a_model_fills_the_cache(tmp_path):
     tuner = Tuner("first-step", cache=cache, budget=0.01, progress=lambda *progress: told.append(progress))
     cut = layers("gpt-5b", (2, 2, 1), 64, shrink=64)
     rows = list(tune_model(cut, tuner, dtype=torch.float32, device="cpu"))
-    assert len(rows) == 4 * 4 and told
-    assert {row.layer.split()[1] for row in rows} == {"forward", "grad_input", "grad_weight", "weight"}
+    assert len(rows) == 3 * 4 and told
+    assert {row.layer.split()[1] for row in rows} == {"forward", "grad_input", "grad_weight"}
     assert all(row.torch_seconds > 0 and row.chosen_seconds > 0 for row in rows)
     entries = json.loads(cache.path.read_text())["entries"]
     assert len(entries) == tuner.measured > 0
@@ -95,31 +94,6 @@ def test_the_wire_is_held_by_a_clock_that_does_not_slow_down():
     before, _, loop = ptx.partition("Inner Loop Header")
     assert before.count("mov.u64 %rd2, %globaltimer;") == 1 and "clock64" not in ptx
     assert loop.partition("bra")[0].count("%globaltimer;") == 1, "read once a round, up to the branch back"
-
-
-@pytest.mark.parametrize(("took", "counts"), [(2.01e-3, False), (3e-3, True), (None, True)])
-def test_a_wire_whose_clock_is_wrong_counts_cycles(monkeypatch, capsys, took, counts):
-    """An untried kernel must not be what all of overlap rests on: one that keeps no time, or does not run, is left."""
-    given = []
-
-    class Hold:
-        def __getitem__(self, grid):
-            assert grid == (1,)
-            if took is None:
-                raise RuntimeError("no kernel image")
-            return lambda nanoseconds, num_warps: given.append(("ns", nanoseconds))
-
-    def on_device(call):
-        call()
-        return 0.01 if given[-1][0] == "cycles" else took
-
-    monkeypatch.setattr("bench.lib.wire.hold", Hold())
-    monkeypatch.setattr(simulated, "took_on_device", on_device)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: given.append(("cycles", cycles)))
-    monkeypatch.setattr(simulated, "_KEEPS_TIME", set())
-    simulated.holder(torch.device("cuda"))(1e-3)
-    assert given[-1] == (("cycles", 2_000_000) if counts else ("ns", 1_000_000))
-    assert ("counts cycles" in capsys.readouterr().out) == counts
 
 
 def run_bench(name, *arguments, common=("--device", "cpu", "--rounds", "3")):

@@ -11,7 +11,7 @@ import torch
 
 from axo.grid import Grid
 from axo.perf import machine, planner, readers
-from bench.papers import calibrate, figures, mechanisms, reproduce
+from bench.papers import calibrate, figures, reproduce
 from bench.papers import lines as lines_of
 from bench.papers.calibrate import Row
 from examples.unet.model import UNet
@@ -111,7 +111,7 @@ def test_figures_of_overlap_and_frameworks(plans: dict[Row, planner.GridPlan]) -
     assert whole[-1] == pytest.approx(plans[Row("frontier", 8192, "gpt-80b")].best.seconds)
     grids = {line.what: line for line in figures.grid_and_overlap(plans).lines}
     assert grids["frontier 8192 gpt-80b: gain of overlap"].paper == "18.69 to 22"
-    assert sum(line.paper == "13 to 45" for line in grids.values()) == 5 + 2
+    assert sum(line.paper == "13 to 45" for line in grids.values()) == 5
 
 
 def test_the_null_model_and_who_is_calibrated() -> None:
@@ -145,8 +145,8 @@ def test_every_weak_scaling_row_is_in_the_papers_data() -> None:
 
 
 @pytest.mark.soak
-def test_leave_one_out_and_every_choice_of_rows() -> None:
-    """The fit is not lucky: leaving out each row, and half of all choices of rows, stay near the held-out error."""
+def test_leave_one_out() -> None:
+    """The fit is not lucky: leaving out each row stays near the held-out error."""
     tables = {row: calibrate.tabulate(row) for row in calibrate.rows()}
     network = machine.load("frontier").network_fraction
     fitted = calibrate.fit_gemm(tables, network)
@@ -155,39 +155,20 @@ def test_leave_one_out_and_every_choice_of_rows() -> None:
     # two rows of frontier do not tell its two fractions apart: with the one that is kept both are met
     assert max(map(abs, calibrate.errors(tables, fitted, calibrate.CALIBRATION).values())) < 0.01
     assert 0.85 < calibrate.fit(tables, calibrate.CALIBRATION).network < network + 0.05
-    assert len(reproduce._skill(tables)) == 6
-    away = calibrate.leave_one_machine_out(tables)
-    assert set(away) == {"frontier", "perlmutter", "alps"} and max(away.values()) < 0.8
+    assert len(reproduce._skill(tables)) == 4
     left_out = calibrate.mean_error(calibrate.leave_one_out(tables).values())
     held_out = [row for row in tables if row not in calibrate.CALIBRATION]
     held = calibrate.mean_error(calibrate.errors(tables, fitted, held_out).values())
-    means = sorted(calibrate.all_choices(tables))
     line = {"proof": "weak scaling, % of peak", "held_out_rows": len(held_out), "held_out_error": round(held, 4)}
-    line |= {"leave_one_out_error": round(left_out, 4), "median_of_all_choices": round(means[len(means) // 2], 4)}
-    print("\n" + json.dumps(line | {"choices": len(means), "calibrated_on": [str(r) for r in calibrate.CALIBRATION]}))
-    assert left_out <= 0.13 and len(means) == 336 and means[len(means) // 2] <= 0.13
-
-
-@pytest.mark.soak
-def test_mechanisms_that_were_tried_do_not_hold() -> None:
-    """What the note says: each fits its own row; held-out rows of wide products come nearer, its products do not; slow
-    rings take away from rows that were right."""
-    rows = {what: (paper, without, found) for what, paper, without, found, *_ in mechanisms.rows()}
-    for fitted in ("wide products: 640B on 512 GCDs", "slow rings: ZeRO-3 on 1024"):
-        assert rows[fitted][2] == pytest.approx(rows[fitted][0], rel=0.02)
-    for name in ("wide products: 640B on 8192 GCDs", "wide products: 320B on 32768 GCDs"):
-        paper, without, found = rows[name]
-        assert abs(found / paper - 1) < abs(without / paper - 1)
-    paper, without, found = rows["wide products: 320B, computation"]
-    assert found > 1.9 * paper and found > without
-    paper, without, found = rows["slow rings: ZeRO-3 on 512"]
-    assert abs(without / paper - 1) < 0.02 < 0.1 < abs(found / paper - 1)
+    line |= {"leave_one_out_error": round(left_out, 4), "calibrated_on": [str(r) for r in calibrate.CALIBRATION]}
+    print("\n" + json.dumps(line))
+    assert left_out <= 0.13
 
 
 @pytest.mark.soak
 def test_every_group_is_printed_with_numbers() -> None:
     groups = list(reproduce.groups())
-    assert len(groups) == 18 and all(group.lines for group in groups)
+    assert len(groups) == 17 and all(group.lines for group in groups)
     closing = lines_of.summaries(groups)
     assert sum(one.rows for one in closing) == sum(len(group.lines) for group in groups)
     assert closing[0].held_out == 11 and closing[0].mean is not None and closing[0].mean <= 0.10

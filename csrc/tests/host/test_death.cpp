@@ -74,8 +74,9 @@ void kill_one(int n, int victim, int delay_us, const std::function<void(const Co
       CHECK_EQ(e.peer(), victim);
       CHECK(text.find("on 'world' (rank " + std::to_string(r) + " of " + std::to_string(n)) != std::string::npos);
       CHECK(text.find("rank " + std::to_string(victim) + " (process ") != std::string::npos);
-      CHECK(text.find("died; waited") != std::string::npos);
-      CHECK(text.find('#') != std::string::npos);
+      // Between two calls another rank may have told it first: then no operation of this rank is named.
+      const bool pending = text.find("died; waited") != std::string::npos && text.find('#') != std::string::npos;
+      CHECK(pending || text.find("died before the call; waited 0 s") != std::string::npos);
       CHECK(now - killed->more < 3000000);  // the aim is 1 s; a loaded machine may add to it
       CHECK_THROWS(Aborted, "is aborted: rank " + std::to_string(victim) + " died", c->barrier(ranks::blocking()));
       c->shutdown();

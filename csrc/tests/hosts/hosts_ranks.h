@@ -6,9 +6,9 @@
 #include <deque>
 #include <map>
 #include <set>
-#include <tuple>
 
 #include "hosts/communicator.h"
+#include "hosts/mesh.h"
 #include "tests/ranks.h"
 
 namespace hosts_ranks {
@@ -16,23 +16,22 @@ namespace hosts_ranks {
 using namespace axo;
 using ranks::Comm;
 
-// What lies between ranks, by (from, to, channel).
+// What lies between ranks, by (from, to).
 class Net {
  public:
-  void put(int from, int to, int channel, const void* data, std::size_t bytes) {
+  void put(int from, int to, Bytes bytes) {
     while (mute == from) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    if (channel == 1 && dies_before_payload == from) return cut(from);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (gone(from, to)) return;
-      const char* p = static_cast<const char*>(data);
-      queues_[{from, to, channel}].emplace_back(p, p + bytes);
+      const char* p = static_cast<const char*>(bytes.data);
+      queues_[{from, to}].emplace_back(p, p + bytes.size);
     }
     changed_.notify_all();
   }
-  void take(int from, int to, int channel, void* data, std::size_t bytes) {
+  void take(int from, int to, void* data, std::size_t bytes) {
     std::unique_lock<std::mutex> lock(mutex_);
-    auto& queue = queues_[{from, to, channel}];
+    auto& queue = queues_[{from, to}];
     changed_.wait(lock, [&] { return !queue.empty() || gone(from, to); });
     if (queue.empty()) throw Error("gone");
     CHECK_EQ(queue.front().size(), bytes);
@@ -51,6 +50,7 @@ class Net {
   std::atomic<int> deaf{-1};                 // a rank that reads nothing: what is sent to it does not leave
   std::atomic<int> held{0};                  // how many sends have waited for such a rank
   std::atomic<int> dies_before_payload{-1};  // a rank that is cut off between a head and its payload
+  std::atomic<int> silent{-1};               // a rank whose host answers nothing
   std::atomic<bool> noisy{false};
   std::function<void(int, char*, std::size_t)> noise;  // changes what a rank has received, once `noisy`
 
@@ -80,7 +80,7 @@ class Net {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<std::tuple<int, int, int>, std::deque<std::vector<char>>> queues_;
+  std::map<std::pair<int, int>, std::deque<std::vector<char>>> queues_;
   std::set<int> gone_;
   std::set<std::pair<int, int>> closed_;  // what a rank has closed to a peer
 };
@@ -90,15 +90,21 @@ class MemoryWire final : public Wire {
   MemoryWire(std::shared_ptr<Net> net, int rank, int size) : net_(std::move(net)), rank_(rank), size_(size) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  void send(int to, int channel, const void* data, std::size_t bytes) override {
-    net_->put(rank_, to, channel, data, bytes);
+  void send(int to, Bytes head, Bytes payload) override {
+    net_->put(rank_, to, head);
+    if (payload.size != 0) {
+      if (net_->dies_before_payload == rank_) return net_->cut(rank_);
+      net_->await_reader(rank_, to);
+      net_->put(rank_, to, payload);
+    }
     net_->await_reader(rank_, to);
   }
-  void receive(int from, int channel, void* data, std::size_t bytes) override {
-    net_->take(from, rank_, channel, data, bytes);
-    if (net_->noisy && channel == 0) net_->noise(rank_, static_cast<char*>(data), bytes);
+  void receive(int from, void* data, std::size_t bytes) override {
+    net_->take(from, rank_, data, bytes);
+    if (net_->noisy && bytes == sizeof(hosts::Head)) net_->noise(rank_, static_cast<char*>(data), bytes);
   }
   void close(int peer) override { net_->close(rank_, peer); }
+  bool silent(int peer) const override { return net_->silent == peer; }
 
  private:
   const std::shared_ptr<Net> net_;

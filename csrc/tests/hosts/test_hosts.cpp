@@ -85,7 +85,7 @@ TEST(hosts_pending_operations_of_several_communicators) {
     Comm across = c->split(c->rank() % 2, c->rank(), "across");
     Comm inside = c->split(c->rank() / 2, c->rank(), "inside");
     CHECK_EQ(std::string(inside->transport()), "shared-memory");
-    CHECK_EQ(std::string(across->transport()), "2 hosts over gloo");
+    CHECK_EQ(std::string(across->transport()), "2 hosts over tcp");
     std::vector<std::vector<float>> data(30, std::vector<float>(500, 1.0f));
     std::vector<WorkPtr> works;
     for (std::size_t i = 0; i < data.size(); ++i) {

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from axo.cli.output import say, show_table
+from axo.cores import usable_cores
 from axo.grid import AXES, Grid
 from axo.settings import VARIABLES, settings
 
@@ -58,7 +59,7 @@ def facts() -> dict[str, str]:
             found[name] = "not installed"
     found |= _libraries()
     found |= {"compiler": _compiler(), "gpus": _gpus(), "files": _files(), "memory": _memory()}
-    found["cores"] = f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"
+    found["cores"] = f"{usable_cores()} usable of {os.cpu_count()}"
     return found
 
 

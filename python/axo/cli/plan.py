@@ -254,9 +254,7 @@ def _simulate_stages(made: planner.GridPlan, json_out: Path | None, plot: Path |
 
 def reproduce(
     what: Annotated[str, typer.Argument(help="papers")] = "papers",
-    check_fit: Annotated[
-        bool, typer.Option("--fit/--no-fit", help="Fit again: leave-one-out error and every choice of rows.")
-    ] = True,
+    check_fit: Annotated[bool, typer.Option("--fit/--no-fit", help="Fit again: leave-one-out error.")] = True,
     json_out: JsonOut = None,
     csv_out: CsvOut = None,
     plot: PlotOut = None,

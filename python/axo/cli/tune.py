@@ -70,11 +70,11 @@ def _measure(model: str, grid: Grid, rows: int, dtype: str, device: str, shrink:
     _check_memory(cut, kind, place)
     cache = Cache(devices.device_name(place), devices.versions())
     started = time.perf_counter()
-    # On a terminal only; stderr, so that stdout can be piped. Rows: three products and the storage of the weight.
+    # On a terminal only; stderr, so that stdout can be piped.
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     hidden = quiet or not sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        task = bar.add_task("", total=4 * len(cut))
+        task = bar.add_task("", total=3 * len(cut))
 
         def show(done: int, total: int, name: str) -> None:
             bar.update(task, description=f"{name} ({done} of {total})")

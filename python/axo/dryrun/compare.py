@@ -27,6 +27,7 @@ from typing import cast
 import torch
 
 from axo.comm.recording import Issued, recording
+from axo.cores import usable_cores
 from axo.dryrun.step import Record, check, run
 from axo.grid import AXES, Coords
 from axo.launch import RankFailed, end_with
@@ -96,7 +97,7 @@ def run_all(config: TrainConfig, ranks: Iterable[int], processes: int | None = N
         RankFailed: A process ended without an answer, or with an error that is a mistake of Axo's.
     """
     wanted = list(ranks)
-    count = min(len(wanted), processes or len(os.sched_getaffinity(0)))
+    count = min(len(wanted), processes or usable_cores())
     if count <= 1:
         return [run(config, rank) for rank in wanted]
     torch.set_num_threads(1)  # a process that has computed with several threads cannot be forked

@@ -14,7 +14,8 @@ from litgpt.model import GPT
 
 import axo
 from axo.grid import Grid
-from bench.tools.litgpt_architectures import architecture, refusal, report
+from bench.tools.litgpt_architectures import refusal, report
+from tests.integrations.litgpt.architectures import architecture
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close, assert_gradients_match, my_rows
 

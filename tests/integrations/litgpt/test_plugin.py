@@ -60,7 +60,7 @@ class Outcomes:
 def outcomes(path, grid, expression):
     """On one rank: {test: outcome}. Without a grid: no plugin, one process."""
     seen = Outcomes()
-    plugin = [] if grid is None else ["-p", "bench.tools.litgpt_plugin", "--axo-grid", grid]
+    plugin = [] if grid is None else ["-p", "tests.integrations.litgpt.plugin", "--axo-grid", grid]
     arguments = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={path.parent}", "-W", "ignore"]
     pytest.main([*arguments, *plugin, "-k", expression, str(path)], plugins=[seen])
     assert seen.found

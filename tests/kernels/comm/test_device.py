@@ -9,7 +9,6 @@ from axo_kernels import FusedCommunicator, SignalTimeout, adapt
 from axo_kernels.comm import adapters as module
 from axo_kernels.comm import communicator
 from axo_kernels.fused.chunks import chunk_order
-from axo_kernels.fused.strategies import Way
 from axo_kernels.fused.workspace import Workspace
 
 
@@ -114,7 +113,6 @@ def test_a_capped_communicator_leaves_free_what_it_takes(recorder):
     assert (eight.reserved_units, comm.reserved_units) == (8 + 6, 6) and eight.ran is comm.ran
     eight.communicator.reserved_ctas = 0  # as where nobody has capped the axes
     assert eight.reserved_units == 8
-    assert Way("signal", 2, channels=8).on(comm) is eight and Way("signal", 2).on(comm) is comm
     workspace = eight.workspaces.get("op", chunk_order("all_reduce", 8, 2, 0, 2), "key", torch.device("cpu"))
     workspace.status.copy_(torch.tensor([1, 0, 3, 2], dtype=torch.int32))
     with pytest.raises(SignalTimeout, match="waited 60 s for chunk 0 of epoch 3"):

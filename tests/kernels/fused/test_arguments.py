@@ -12,64 +12,6 @@ from axo_kernels.comm.host_stream import DONE
 from tests.kernels.fused.test_strategies import STRATEGIES, close, draw, leaf
 
 
-def own_communicator():
-    """What somebody else might write: none of our classes, only what the protocol names."""
-    from collections import deque
-
-    from axo_kernels.comm.host_stream import HostStream
-    from axo_kernels.fused.workspace import Workspaces
-
-    class Own:
-        rank, size, timeout, spins, reserved_units = 0, 1, 30.0, 1000, 0
-
-        def __init__(self):
-            self.ran, self.workspaces, self.stream = deque(), Workspaces(), HostStream("own")
-
-        def all_reduce(self, tensor):
-            return self.stream.submit(lambda: None)
-
-        def all_gather(self, out, tensor):
-            return self.stream.submit(lambda: out.copy_(tensor))
-
-        reduce_scatter = all_gather
-
-        def wait_flag(self, workspace, number):
-            self.stream.submit(lambda: workspace.wait_on_host(number, self.timeout, self.rank))
-
-        def write_flag(self, workspace, number):
-            self.stream.submit(lambda: workspace.write_on_host(number))
-
-        def fork(self, device):
-            pass
-
-        def join(self):
-            self.stream.join()
-
-        def abandon(self):
-            self.stream.stop()
-
-        def poll(self):
-            pass
-
-    return Own()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_any_object_with_the_protocol_serves(strategy):
-    from axo_kernels import CommunicatorProtocol, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-
-    comm = own_communicator()
-    assert isinstance(comm, CommunicatorProtocol)
-    x, w, g = draw(5, (12, 8), (6, 8), (12, 6))
-    for operation in (all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter):
-        a, b = leaf(x), leaf(w)
-        out = operation(a, b, comm, strategy=strategy, chunks=3)
-        assert (comm.ran[-1].operation, comm.ran[-1].strategy) == (operation.__name__, strategy)
-        out.backward(g)
-        for got, expected in ((out.detach(), x @ w.T), (a.grad, g @ w), (b.grad, g.T @ x)):
-            close(got, expected.double())
-
-
 def check_half_precision():
     """Whole numbers, whose sums each dtype holds: forward and gradients equal to the last bit, in any strategy."""
     from axo_kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
@@ -101,14 +43,14 @@ def check_views_and_nothing():
     """Operands that are views of the other order, through descriptors too; results without an element, at once."""
     from axo_kernels import matmul_all_reduce, matmul_reduce_scatter
     from axo_kernels.comm.adapters import SoloCommunicator
-    from axo_kernels.fused.strategies import Way, run_reduce_scatter
+    from axo_kernels.fused.strategies import FusedPlan, run_reduce_scatter
     from axo_kernels.gemm.tiles import Config
 
     comm = SoloCommunicator(timeout=10.0)
     x, w = draw(1, (16, 32), (16, 16))
     tiles = Config(32, 32, 16, group_m=2, warps=1, stages=1, descriptors=True, parts=2)
     for a, b in ((x.T, w), (x.T.contiguous(), w.T.contiguous().T)):
-        close(run_reduce_scatter(a, b, comm, "NT", Way("signal", 2, tiles)), x.T.double() @ w.double().T)
+        close(run_reduce_scatter(a, b, comm, "NT", FusedPlan("signal", 2, tiles)), x.T.double() @ w.double().T)
     for rows, columns in ((0, 3), (4, 0)):
         for operation in (matmul_all_reduce, matmul_reduce_scatter):
             for _ in range(2):
@@ -157,7 +99,7 @@ def test_signal_leaves_room_for_the_communication(monkeypatch):
 def test_a_gather_in_chunks_makes_no_second_copy_of_the_whole():
     """Beside what is kept lie the half of the chunks that travel, and the one that has come."""
     from axo_kernels.comm.communicator import FusedCommunicator
-    from axo_kernels.fused.strategies import Way, run_all_gather
+    from axo_kernels.fused.strategies import FusedPlan, run_all_gather
 
     class Twins(FusedCommunicator):
         """Rank 1 of two that hold the same."""
@@ -175,7 +117,7 @@ def test_a_gather_in_chunks_makes_no_second_copy_of_the_whole():
     x, shard = draw(3, (12, 16), (32, 16))
     for keep in (True, False):
         comm = Twins()
-        out, whole = run_all_gather(x, shard, comm, "NT", "b", Way("split", 8), keep=keep)
+        out, whole = run_all_gather(x, shard, comm, "NT", "b", FusedPlan("split", 8), keep=keep)
         close(out, x.double() @ torch.cat([shard, shard]).double().T)
         assert whole is None or torch.equal(whole, torch.cat([shard, shard]))
         assert (whole is not None) == keep

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.strategies import FusedPlan, run_all_gather, run_reduce_scatter, start_all_reduce
 from bench.lib.simulated import SimulatedCommunicator
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -63,7 +63,7 @@ def test_a_split_operation_is_one_product_a_chunk(rank):
     x, w, tall, bias = (
         torch.randn(shape, generator=generator) for shape in ((7, k), (shard, k), (k, SIZE * rows), (SIZE * shard,))
     )
-    way = Way("split", CHUNKS)
+    way = FusedPlan("split", CHUNKS)
     y = torch.randn((k, 6), generator=generator)
     for layout, a, b in (
         ("TN", tall, y),
@@ -121,7 +121,7 @@ def test_a_signalled_gather_keeps_what_came_without_holding_the_product_up(rank,
 
         def operation(comm, keep=keep, comms=comms):
             comms.append(comm)
-            return run_all_gather(*operands, comm, "NT", gather, Way("signal", CHUNKS), keep=keep)
+            return run_all_gather(*operands, comm, "NT", gather, FusedPlan("signal", CHUNKS), keep=keep)
 
         (out, kept), _, collectives, copied = counted(rank, operation)
         whole = w.repeat(SIZE, 1)

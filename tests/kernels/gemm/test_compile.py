@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from axo_kernels import device as devices
-from axo_kernels.fused.strategies import Way
+from axo_kernels.fused.strategies import FusedPlan
 from axo_kernels.gemm.layout import LAYOUTS, Product
 from axo_kernels.gemm.tiles import (
     PURPOSES,
@@ -230,12 +230,12 @@ def test_a_device_that_the_kernels_do_not_serve(monkeypatch, arch, served):
     monkeypatch.setattr(devices, "interpreted", lambda: False)
     assert devices.runs_triton(cuda) == served
     if served:
-        Way("signal", 2).check("matmul_all_reduce", cuda)
+        FusedPlan("signal", 2).check("matmul_all_reduce", cuda)
         return
     with pytest.raises(
         ValueError, match=r"signal' needs triton and a GPU that it serves \(sm_80 or later.*use 'split'"
     ):
-        Way("signal", 2).check("matmul_all_reduce", cuda)
+        FusedPlan("signal", 2).check("matmul_all_reduce", cuda)
     product = Product("NT", 4096, 4096, 4096, torch.float16)
     assert {each.backend for each in plain_choices(product, cuda, 8)} == {"vendor"}
 

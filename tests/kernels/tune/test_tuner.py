@@ -211,28 +211,6 @@ def test_gradients_flow_through_every_choice(cache, monkeypatch):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)  # sums of 512 terms in another order
 
 
-@pytest.mark.parametrize("transposed_wins", [True, False])
-def test_a_layer_may_store_its_weight_transposed(cache, monkeypatch, transposed_wins):
-    """The three products together decide, each storage's step run in turns with the other's."""
-    steps = []
-
-    def clock(calls, device, rounds=0, warmup=0, budget=0):
-        if calls[0].func.__name__ != "step":  # a product by itself: torch's own
-            return [Timing(1.0 + index, 1.0 + index, 1.0 + index) for index, _ in enumerate(calls)]
-        steps.append([tuple(call().shape) for call in calls])
-        faster = 0.5 if transposed_wins else 2.0
-        return [Timing(6.0, 1.0, 1.0), Timing(6.0 * faster, faster, faster)]
-
-    monkeypatch.setattr(tuner_module, "paired", clock)
-    layer = Tuner("first-step", cache=cache).layer(32, 96, 64, torch.float32, CPU)
-    assert layer.transposed == transposed_wins and layer.baseline == 6.0
-    assert layer.seconds == (3.0 if transposed_wins else 6.0)
-    assert layer.forward.layout == ("NN" if transposed_wins else "NT")
-    assert steps[0] == [(32, 96)] * 2
-    again = Tuner("cached", cache=cache)
-    assert again.layer(32, 96, 64, torch.float32, CPU) == layer and again.measured == 0
-
-
 @pytest.mark.parametrize(
     "damage",
     [

@@ -1,6 +1,6 @@
 """A pytest plugin: run LitGPT's own tests, such as ``tests/test_model.py``, unchanged, on models that a grid shares.
 
-    torchrun --nproc-per-node 2 -m pytest -p bench.tools.litgpt_plugin --axo-grid 2x1x1x1 tests/test_model.py
+    torchrun --nproc-per-node 2 -m pytest -p tests.integrations.litgpt.plugin --axo-grid 2x1x1x1 tests/test_model.py
 
 ``litgpt.GPT``, and the ones of LoRA and adapters, are replaced by classes that split themselves over the grid as soon
 as they are built: whole weights are cut when they are loaded, ``state_dict()`` and logits come back whole, and tests
@@ -64,7 +64,7 @@ def pytest_configure(config: Any) -> None:
     comms = axo.connect(config.getoption("--axo-grid"))
     config.add_cleanup(comms.close)
     _forget_ranks()
-    config.pluginmanager.register(_OneVoice(comms), "axo-one-voice")
+    config.pluginmanager.register(_SameVerdict(comms), "axo-same-verdict")
     _replace_gpt(comms)
     _copy_whole(config)
     _keep_process_group(config)
@@ -172,7 +172,7 @@ def _copy_whole(config: Any) -> None:
     config.add_cleanup(lambda: setattr(torch.Tensor, "copy_", copy))
 
 
-class _OneVoice:
+class _SameVerdict:
     """Every rank must come to the same verdict on a test: one that differs fails it on all."""
 
     def __init__(self, comms: Communicators) -> None:

@@ -1,0 +1,304 @@
+"""How ranks on several hosts connect to each other, each pair once, and prove that they belong to the job.
+
+    connections = connect(meeting, round_, identities)
+
+Every rank listens on one address until all have come, then on none. Who connects must answer a challenge before what it
+says is believed, and strangers cost the job nothing. The handshake:
+
+    acceptor    nonce
+    connector   rank, purpose, nonce, HMAC(key, "connector", both nonces, both ranks, purpose)
+    acceptor    HMAC(key, "acceptor", the same)
+
+The key is made of the job's secret (axo.comm.secret) and a word of this meeting, which rank 0 leaves in the store.
+
+Two kinds of connections, as csrc/hosts/socket_wire.h wants them: to each rank one for its bytes; between two hosts, for
+each of their ranks one (to the rank with the same number on the other host, modulo its ranks) for the pulse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from axo.comm import interfaces, secret
+from axo.comm.rendezvous import Meeting, TimeLeft
+from axo.errors import Error, Timeout
+
+_DATA, _PULSE = 0, 1  # the purpose of a connection
+_WORD = 16  # bytes of a nonce
+_CLAIM = struct.Struct(f"!IB{_WORD}s32s")  # rank, purpose, nonce, proof
+_STRANGERS_WAIT_S = 5.0  # for the answer to a challenge
+_MOST_STRANGERS = 32  # at a time; the one that has waited longest goes
+_RETRY_S, _LOOK_S, _PAUSE_S = 0.1, 0.25, 0.002
+_MEETING_S = 60.0
+
+
+@dataclass
+class Connections:
+    """The descriptors of this rank's connections, by rank; -1 where there is none."""
+
+    data: list[int]
+    pulse: list[int]
+
+
+def connect(meeting: Meeting, round_: str, identities: Sequence[str]) -> Connections:
+    """Connect this rank to all others. Collective over the ranks of a meeting.
+
+    Args:
+        meeting: The ranks, and where they meet.
+        round_: The name in the store of this time.
+        identities: By rank, the host that it is on (``_C.host_identity``).
+
+    Raises:
+        ValueError: The interface that is asked for does not exist.
+        Timeout: Ranks could not be reached in time; names them, with host, address and reason.
+        PeerLost: A rank has died or has given up meanwhile.
+    """
+    rank, size, who, left = meeting.rank, meeting.size, meeting.who, TimeLeft(min(meeting.left(), _MEETING_S))
+    meeting = Meeting(meeting.store, rank, size, who, left)
+    if len({identity.partition(" ")[2] for identity in identities}) == 1:  # it plays several hosts
+        own = "127.0.0.1"
+    else:
+        secret.check_several_hosts(warns=rank == 0)
+        own = interfaces.own_address(os.environ.get("MASTER_ADDR", ""))
+    word = secrets.token_hex(_WORD) if rank == 0 else ""
+    told = [text.split(" ") for text in meeting.gather(f"{round_}/way", f"{own} {word}")]
+    addresses = [address for address, _ in told]
+    address = addresses[rank] or _address_towards(addresses, who)
+    key = hashlib.sha256(secret.of_job() + told[0][1].encode() + round_.encode()).digest()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=_MOST_STRANGERS) as listener:
+        places = meeting.gather(f"{round_}/place", f"{address} {listener.getsockname()[1]}")
+        peers = _Peers(rank, key, [(at, int(port)) for at, port in (text.split(" ") for text in places)], listener)
+        peers.wanted = [(p, _DATA) for p in range(size) if p != rank]
+        peers.wanted += [(p, _PULSE) for p in _pulse_partners(rank, identities)]
+        thread = threading.Thread(target=peers.run, args=(left(),), name="axo wire", daemon=True)
+        thread.start()
+        try:
+            while not peers.tried.wait(_LOOK_S):
+                if (gone := meeting.given_up(round_)) is not None:
+                    raise gone
+            peers.raise_failure(who, identities)
+            meeting.gather(f"{round_}/connected")
+        except BaseException:
+            peers.end(thread)
+            peers.close()
+            raise
+        peers.end(thread)
+    return Connections(*([peers.take(p, purpose) for p in range(size)] for purpose in (_DATA, _PULSE)))
+
+
+def _pulse_partners(rank: int, identities: Sequence[str]) -> list[int]:
+    """The ranks with which this rank shares the pulse of their hosts."""
+    ranks: dict[str, list[int]] = {}
+    for each, identity in enumerate(identities):
+        ranks.setdefault(identity, []).append(each)
+    own = ranks.pop(identities[rank])
+    number = own.index(rank)
+    partners = []
+    for others in ranks.values():
+        partners += [p for i, p in enumerate(others) if i == number % len(others) or i % len(own) == number]
+    return sorted(partners)
+
+
+def _address_towards(addresses: Sequence[str], who: str) -> str:
+    """The address of this host, where the place of meeting is this host itself: the one on the way to another."""
+    for other in filter(None, addresses):
+        if address := interfaces.address_towards(other):
+            return address
+    raise Error(
+        f"{who}: no network leads from this host to the others; AXO_INTERFACE names the interface to use"
+        f" (there are {', '.join(interfaces.names())})"
+    )
+
+
+@dataclass
+class _Peers:
+    """The connections of one rank while they are made, on a thread with an event loop of its own."""
+
+    rank: int
+    key: bytes
+    places: list[tuple[str, int]]
+    listener: socket.socket
+    wanted: list[tuple[int, int]] = field(default_factory=list)
+    connected: dict[tuple[int, int], socket.socket] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)  # why a rank is not reached, as tried last
+    failure: BaseException | None = None
+    tried: threading.Event = field(default_factory=threading.Event)  # all are connected, or it has failed
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, seconds: float) -> None:
+        try:
+            asyncio.run(self._connect_all(seconds))
+        except BaseException as error:
+            self.failure = error
+        self.tried.set()
+
+    def end(self, thread: threading.Thread) -> None:
+        self._over.set()
+        thread.join()
+
+    def close(self) -> None:
+        for connection in self.connected.values():
+            connection.close()
+
+    def take(self, rank: int, purpose: int) -> int:
+        connection = self.connected.pop((rank, purpose), None)
+        if connection is None:
+            return -1
+        connection.setblocking(True)
+        return connection.detach()
+
+    def missing(self) -> list[int]:
+        return sorted({rank for rank, purpose in self.wanted if (rank, purpose) not in self.connected})
+
+    def raise_failure(self, who: str, identities: Sequence[str]) -> None:
+        if isinstance(self.failure, OSError) and self.failure.errno == errno.EMFILE:
+            raise Error(
+                f"{who}: connections to {len(self.wanted)} ranks need as many files; raise the limit (ulimit -n)"
+            )
+        if self.failure is not None:
+            raise self.failure
+        if not (missing := self.missing()):
+            return
+        each = [
+            f"rank {rank} (host {identities[rank].partition(' ')[0]}, {self.places[rank][0]}:{self.places[rank][1]}:"
+            f" {self.reasons.get(rank, 'it has not connected to this rank')})"
+            for rank in missing
+        ]
+        raise Timeout(
+            f"{who}: no connection to {', '.join(each)}; AXO_INTERFACE names the interface that reaches the other hosts"
+        )
+
+    async def _connect_all(self, seconds: float) -> None:
+        self.listener.setblocking(False)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        tasks = [asyncio.create_task(self._accept_all())]
+        tasks += [asyncio.create_task(self._reach(*each)) for each in self.wanted if each[0] < self.rank]
+        try:
+            # A rank that has all goes on to answer until the others have all: one of them may have to try again.
+            while not self._over.is_set():
+                await asyncio.sleep(_PAUSE_S)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+                if not self.missing() or loop.time() >= until:
+                    self.tried.set()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept_all(self) -> None:
+        """Challenge whoever comes; of strangers at most so many at a time."""
+        loop = asyncio.get_running_loop()
+        waiting: dict[asyncio.Task[None], None] = {}
+        while True:
+            if len(waiting) >= _MOST_STRANGERS:
+                oldest = next(iter(waiting))
+                oldest.cancel()
+                await asyncio.wait([oldest])
+            try:
+                connection, _ = await loop.sock_accept(self.listener)
+            except OSError as error:
+                if error.errno != errno.EMFILE or not waiting:
+                    raise
+                next(iter(waiting)).cancel()
+                await asyncio.sleep(0.01)
+                continue
+            connection.setblocking(False)
+            task = asyncio.create_task(self._challenge(connection))
+            waiting[task] = None
+            task.add_done_callback(lambda ended: waiting.pop(ended, None))
+
+    async def _challenge(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with _closed_unless_kept(connection) as keep, contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_STRANGERS_WAIT_S):
+                nonce = secrets.token_bytes(_WORD)
+                await loop.sock_sendall(connection, nonce)
+                peer, purpose, theirs, proof = _CLAIM.unpack(await _read(connection, _CLAIM.size))
+                if not hmac.compare_digest(proof, self._proof(b"connector", nonce, theirs, peer, self.rank, purpose)):
+                    return
+                if (peer, purpose) not in self.wanted or peer < self.rank:
+                    return
+                await loop.sock_sendall(connection, self._proof(b"acceptor", nonce, theirs, peer, self.rank, purpose))
+            keep(self.connected, (peer, purpose))
+
+    async def _reach(self, peer: int, purpose: int) -> None:
+        """Connect to a rank that listens, again and again until it answers."""
+        loop = asyncio.get_running_loop()
+        address, port = self.places[peer]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        while True:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            connection.setblocking(False)
+            with _closed_unless_kept(connection) as keep:
+                try:
+                    async with asyncio.timeout(_STRANGERS_WAIT_S):
+                        await loop.sock_connect(connection, (address, port))
+                        nonce, own = await _read(connection, _WORD), secrets.token_bytes(_WORD)
+                        proof = self._proof(b"connector", nonce, own, self.rank, peer, purpose)
+                        await loop.sock_sendall(connection, _CLAIM.pack(self.rank, purpose, own, proof))
+                        answer = await _read(connection, 32)
+                    if hmac.compare_digest(answer, self._proof(b"acceptor", nonce, own, self.rank, peer, purpose)):
+                        keep(self.connected, (peer, purpose))
+                        return
+                    self.reasons[peer] = "what answers there is not of this job"
+                except TimeoutError:
+                    self.reasons[peer] = "no answer"
+                except OSError as error:
+                    if error.errno == errno.EMFILE:
+                        raise
+                    self.reasons[peer] = error.strerror or "it has closed the connection"
+            await asyncio.sleep(_RETRY_S)
+
+    def _proof(self, role: bytes, nonce: bytes, theirs: bytes, connector: int, acceptor: int, purpose: int) -> bytes:
+        text = role + nonce + theirs + struct.pack("!IIB", connector, acceptor, purpose)
+        return hmac.digest(self.key, text, "sha256")
+
+
+_Line = tuple[int, int]  # a rank, and the purpose of the connection to it
+
+
+@contextlib.contextmanager
+def _closed_unless_kept(
+    connection: socket.socket,
+) -> Iterator[Callable[[dict[_Line, socket.socket], _Line], None]]:
+    """Closes a connection at the end, unless it was put into a dictionary, in place of an earlier one there."""
+    kept = False
+
+    def keep(connected: dict[_Line, socket.socket], place: _Line) -> None:
+        nonlocal kept
+        kept = True
+        if (earlier := connected.get(place)) is not None:
+            earlier.close()
+        connected[place] = connection
+
+    try:
+        yield keep
+    finally:
+        if not kept:
+            connection.close()
+
+
+async def _read(connection: socket.socket, size: int) -> bytes:
+    """Exactly ``size`` bytes. Raises ConnectionError when fewer come."""
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < size:
+        part = await loop.sock_recv(connection, size - len(data))
+        if not part:
+            raise ConnectionError(errno.ECONNRESET, "it has closed the connection")
+        data += part
+    return data

@@ -1,0 +1,206 @@
+"""How ranks of several hosts connect: whom they believe, and what strangers and mistakes do."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import axo
+from axo.comm import interfaces, secret, wire
+from axo.comm.rendezvous import Meeting, TimeLeft
+from tests.launcher import rank_outcomes, run_ranks
+
+SINGLES = {"ranks_per_host": 1}
+SECRET, OTHER = "a" * 32, "b" * 32
+
+
+def meet(identities, around=contextlib.nullcontext, seconds=30):
+    """Connect ranks that are threads. Returns their connections, or what they raised."""
+    store, ends = HashStore(), [None] * len(identities)
+
+    def rank(r):
+        try:
+            left = TimeLeft(seconds)
+            ends[r] = wire.connect(Meeting(store, r, len(identities), f"rank {r}", left), "round", identities)
+        except Exception as error:
+            ends[r] = error
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(len(identities))]
+    for thread in threads:
+        thread.start()
+    with around(store):
+        for thread in threads:
+            thread.join()
+    return ends
+
+
+def identities(*ranks_of_hosts):
+    return [f"host{h} one machine" for h, ranks in enumerate(ranks_of_hosts) for _ in range(ranks)]
+
+
+def closed(ends):
+    for end in ends:
+        for descriptor in [*end.data, *end.pulse]:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+@pytest.mark.parametrize("hosts", [(1, 1), (2, 2), (3, 1), (3, 2), (1, 2, 2)], ids=str)
+def test_every_pair_is_connected_once_and_every_host_has_a_pulse(hosts):
+    named = identities(*hosts)
+    ends = meet(named)
+    for rank, end in enumerate(ends):
+        assert [p for p, descriptor in enumerate(end.data) if descriptor < 0] == [rank]
+        watched = [p for p, descriptor in enumerate(end.pulse) if descriptor >= 0]
+        assert {named[p] for p in watched} == set(named) - {named[rank]}
+    for rank, end in enumerate(ends):
+        for peer, other in enumerate(ends):
+            for ours, theirs in ((end.data[peer], other.data[rank]), (end.pulse[peer], other.pulse[rank])):
+                assert (ours >= 0) == (theirs >= 0)
+                if ours >= 0 and rank < peer:
+                    one, two = socket.socket(fileno=os.dup(ours)), socket.socket(fileno=os.dup(theirs))
+                    with one, two:
+                        assert one.getsockname() == two.getpeername()
+    closed(ends)
+
+
+def test_strangers_neither_connect_nor_stop_anybody():
+    """Whoever comes while ranks connect: silent, short, loud, gone at once, or a rank with a false proof."""
+    calls, places = [], {}
+
+    def shout(kind, address):
+        with contextlib.suppress(OSError), socket.create_connection(address, 5) as stranger:
+            if kind == "short":
+                stranger.sendall(b"\0")
+            elif kind == "garbage":
+                stranger.sendall(os.urandom(4096))
+            elif kind == "false":
+                stranger.sendall(wire._CLAIM.pack(1, 0, bytes(16), bytes(32)))
+            elif kind == "reset":
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                return
+            calls.append((kind, stranger.recv(1)))
+            if kind == "held":
+                time.sleep(1)
+
+    @contextlib.contextmanager
+    def strangers(store):
+        while not store.check(["round/place/1/0"]):
+            time.sleep(0.001)
+        address, port = store.get("round/place/1/0").decode().split("\n")[1].split(" ")
+        places[0] = (address, int(port))
+        crowd = [
+            threading.Thread(target=shout, args=(kind, places[0]))
+            for kind in ("held", "short", "garbage", "false", "reset")
+            for _ in range(40)
+        ]
+        for each in crowd:
+            each.start()
+        yield
+        for each in crowd:
+            each.join()
+
+    before = len(os.listdir("/proc/self/fd"))
+    ends = meet(identities(1, 1, 1), strangers)
+    assert all(isinstance(end, wire.Connections) for end in ends), ends
+    assert calls, "no stranger was heard"
+    closed(ends)
+    assert len(os.listdir("/proc/self/fd")) <= before
+    with pytest.raises(OSError):  # nobody listens any more
+        socket.create_connection(places[0], 2)
+
+
+def test_ranks_that_cannot_be_reached_are_named(monkeypatch):
+    async def nowhere(self, peer, purpose):
+        self.reasons[peer] = "Connection refused"
+
+    monkeypatch.setattr(wire._Peers, "_reach", nowhere)
+    first, second = meet(identities(1, 1), seconds=1)
+    assert isinstance(first, axo.Timeout) and "rank 1 (host host1, 127.0.0.1:" in str(first)
+    assert isinstance(second, axo.Timeout) and "Connection refused" in str(second) and "AXO_INTERFACE" in str(second)
+
+
+def test_interfaces(monkeypatch):
+    monkeypatch.setenv("AXO_INTERFACE", "lo")
+    assert interfaces.own_address("") == "127.0.0.1"
+    monkeypatch.setenv("AXO_INTERFACE", "wrong0")
+    with pytest.raises(ValueError, match=r"AXO_INTERFACE='wrong0' is no interface of this host; use one of .*lo"):
+        interfaces.own_address("")
+    monkeypatch.delenv("AXO_INTERFACE")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
+    assert interfaces.own_address("") == "127.0.0.1"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert [interfaces.own_address(host) for host in ("", "127.0.1.1", "no.such.host.invalid")] == ["", "", ""]
+
+
+def connect_with(secrets):
+    os.environ["AXO_SECRET"] = secrets[int(os.environ["RANK"])]
+    return axo.connect("2x1x1x1", timeout=60).world.all_reduce(torch.ones(1)).item()
+
+
+@pytest.mark.parametrize("hosts", [None, SINGLES], ids=["one-host", "two-hosts"])
+def test_ranks_with_one_secret_meet(hosts):
+    assert run_ranks(connect_with, 2, [SECRET, SECRET], hosts=hosts) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("secrets", [(SECRET, OTHER), (SECRET, ""), ("", SECRET)], ids=["another", "none", "only"])
+def test_a_rank_without_the_secret_is_refused_by_name(secrets):
+    for outcome in rank_outcomes(connect_with, 2, secrets, hosts=SINGLES):
+        assert outcome.error == "Error", outcome.describe()
+        assert f"rank {1 - outcome.rank} does not prove that it knows this rank's secret" in outcome.message
+
+
+def test_a_secret_is_checked(monkeypatch, tmp_path):
+    monkeypatch.setenv("AXO_SECRET", "short")
+    with pytest.raises(ValueError, match="AXO_SECRET has 5 characters, and a secret has 16 to 4096"):
+        secret.of_job()
+    monkeypatch.delenv("AXO_SECRET")
+    file = tmp_path / "secret"
+    file.write_text(SECRET + "\n")
+    monkeypatch.setenv("AXO_SECRET_FILE", str(file))
+    file.chmod(0o644)
+    with pytest.raises(ValueError, match="may be read or changed by others; chmod 600"):
+        secret.of_job()
+    file.chmod(0o600)
+    assert secret.of_job() == SECRET.encode()
+    monkeypatch.setenv("AXO_SECRET_FILE", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        secret.of_job()
+
+
+def test_a_job_of_several_hosts_without_a_secret_is_warned_or_refused(monkeypatch):
+    with pytest.warns(UserWarning, match="spans several hosts and has no secret.*AXO_SECRET"):
+        secret.check_several_hosts(warns=True)
+    monkeypatch.setenv("AXO_REQUIRE_SECRET", "1")
+    with pytest.raises(ValueError, match="AXO_REQUIRE_SECRET=1, and this job has no secret"):
+        secret.check_several_hosts(warns=False)
+    monkeypatch.setenv("AXO_SECRET", SECRET)
+    secret.check_several_hosts(warns=True)
+
+
+def die_with_a_child(told):
+    """The child lives until the other rank knows, or far longer than a test takes."""
+    comm = axo.connect("2x1x1x1", timeout=120).world
+    comm.barrier()
+    if comm.rank == 1:
+        if os.fork() == 0:
+            end = time.monotonic() + 60
+            while not told.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.all_reduce(torch.ones(10))
+    finally:
+        told.touch()
+
+
+def test_a_forked_child_does_not_hide_the_death_of_its_parent(tmp_path):
+    survivor = rank_outcomes(die_with_a_child, 2, tmp_path / "told", hosts=SINGLES)[0]
+    assert survivor.error == "PeerLost" and survivor.seconds < 20, survivor.describe()

@@ -1,0 +1,168 @@
+"""SLURM's tasks as ranks: from its variables, and under a real srun where this machine has one."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from axo import slurm
+from axo.launch import Rank
+
+STEP = {
+    "SLURM_JOB_ID": "71",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "gpu[003-005,9],big1",
+    "SLURM_TASK_PID": "9",
+}
+ONE_HOST = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_NNODES": "1",
+}
+
+
+def test_a_step_of_several_hosts():
+    assert slurm._of_torchrun(STEP) == {
+        "RANK": "5",
+        "WORLD_SIZE": "7",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "gpu003",
+        "MASTER_PORT": str(12000 + 31 * 71 + 2),
+    }
+    assert slurm._of_torchrun(STEP | {"SLURM_NODEID": "3"})["LOCAL_WORLD_SIZE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("listed", "first"),
+    [("n1", "n1"), ("n[1-2]", "n1"), ("r[01-04]n[2,7]", "r01n2"), ("a-b,c", "a-b"), ("x[a,b]y,z", "xay")],
+)
+def test_the_first_host(listed, first):
+    assert slurm._first_host({"SLURM_JOB_NODELIST": listed}) == first
+
+
+def test_tasks_of_one_host_are_ranks(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what is set here is taken back
+        monkeypatch.delenv(name)
+    for name, value in ONE_HOST.items():
+        monkeypatch.setenv(name, value)
+    assert Rank.from_environment() == Rank(1, 2, 1, 2)
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"},  # salloc
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_TASK_PID": "7"},  # a batch script
+        ONE_HOST | {"SLURM_NTASKS": "1"},
+        ONE_HOST | {"RANK": "0"},  # torchrun in a task
+    ],
+    ids=["none", "salloc", "batch", "one-task", "torchrun"],
+)
+def test_what_is_no_task_starts_its_own_ranks(variables):
+    assert slurm._of_torchrun(variables) == {}
+
+
+def test_variables_that_say_too_little():
+    with pytest.raises(ValueError, match=r"7 tasks on 4 hosts .* give srun --ntasks-per-node"):
+        slurm._of_torchrun({k: v for k, v in STEP.items() if k != "SLURM_STEP_TASKS_PER_NODE"})
+    with pytest.raises(ValueError, match=r"names no hosts .*; set MASTER_ADDR"):
+        slurm._of_torchrun(STEP | {"SLURM_STEP_NODELIST": ""})
+
+
+CONFIGURATION = """
+ClusterName=axo
+SlurmctldHost={host}(127.0.0.1)
+AuthType=auth/munge
+CryptoType=crypto/munge
+AuthInfo=socket={folder}/munge.socket
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+SlurmctldPidFile={folder}/controller.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldPort={port}
+SlurmdSpoolDir={folder}/%n
+SlurmUser=root
+StateSaveLocation={folder}/state
+SwitchType=switch/none
+TaskPlugin=task/none
+SlurmctldLogFile={folder}/controller.log
+SlurmdLogFile={folder}/%n.log
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+PROGRAMS = ("srun", "sbatch", "slurmctld", "slurmd", "munged", "mungekey")
+NEEDS_SLURM = pytest.mark.skipif(
+    os.geteuid() != 0 or any(shutil.which(name) is None for name in PROGRAMS),
+    reason="needs root's rights and Debian's packages slurm-wlm and munge",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Two nodes of SLURM on this machine: the environment in which srun finds them."""
+    folder = tmp_path_factory.mktemp("slurm")
+    folder.chmod(0o755)
+    for name in ("state", "node1", "node2"):
+        (folder / name).mkdir()
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = 17000 + one.getsockname()[1] % 10000
+    text = CONFIGURATION.format(folder=folder, host=socket.gethostname(), port=port, first=port + 1, last=port + 2)
+    (folder / "slurm.conf").write_text(text)
+    subprocess.run(["mungekey", "-c", "-k", folder / "munge.key"], check=True)
+    munge = [f"--{name}={folder}/munge.{end}" for name, end in (("key-file", "key"), ("socket", "socket"),
+             ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))]  # fmt: skip
+    environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+    daemons = [
+        subprocess.Popen(["munged", "-F", "--force", *munge]),
+        subprocess.Popen(["slurmctld", "-D", "-i"], env=environment, stderr=subprocess.DEVNULL),
+        *(subprocess.Popen(["slurmd", "-D", "-N", n], env=environment, stderr=subprocess.DEVNULL)
+          for n in ("node1", "node2")),
+    ]  # fmt: skip
+    try:
+        end = time.monotonic() + 60
+        while subprocess.run(["srun", "-N2", "true"], env=environment, capture_output=True, timeout=60).returncode:
+            assert time.monotonic() < end, (folder / "controller.log").read_text()
+            time.sleep(0.2)
+        yield environment
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            daemon.wait()
+
+
+@NEEDS_SLURM
+@pytest.mark.soak
+def test_srun_starts_one_rank_a_task(cluster, tmp_path):
+    axo = str(Path(sys.executable).with_name("axo"))
+    command = ["srun", "-N2", "-n4", "--ntasks-per-node=2", axo, "train", "--grid", "2x1x2x1", "--steps", "4"]
+    done = subprocess.run(
+        [*command, "--precision", "32-true", "--compare-serial", "--out", str(tmp_path)],
+        env=cluster | {"MASTER_ADDR": "127.0.0.1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("parity: ") == 1 and ": ok" in done.stdout
