@@ -127,5 +127,5 @@ def _to_checkpoint(source: Path, folder: Path, step: int, trust: bool) -> Path:
         part = folders.UnfinishedCheckpoint(final, None)
     except OSError as error:
         raise ValueError(f"consolidate: {final} cannot be written: {error.strerror}") from None
-    write(entries, part.path, part, final, step)
+    write(entries, part.folder, part, final, step)
     return final

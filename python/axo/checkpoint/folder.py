@@ -322,9 +322,9 @@ class _Unfinished:
         return False
 
     def close(self) -> None:
-        """Remove what is there and release the lock. May be called again."""
+        """Remove what is there, not committed or replaced by the commit, and release the lock. May be called again."""
         if self._lock >= 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            _remove_tree(self.folder)
             self.file.unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = -1
@@ -344,13 +344,13 @@ def _remove_unlocked(path: Path) -> None:
     descriptor = files.open_own(path, create=False)
     try:
         if files.lock(descriptor):
-            shutil.rmtree(path.with_suffix(".new"), ignore_errors=True)
+            _remove_tree(path.with_suffix(".new"))
             path.unlink()
     finally:
         os.close(descriptor)
 
 
-class UnfinishedCheckpoint:
+class UnfinishedCheckpoint(_Unfinished):
     """A checkpoint that is being written, in a hidden folder; one process makes it, all write into it.
 
     Args:
@@ -361,7 +361,7 @@ class UnfinishedCheckpoint:
         OSError: The folder cannot be made.
 
     Attributes:
-        path: Where to write.
+        folder: Where to write.
     """
 
     def __init__(self, final: Path, run: str | None) -> None:
@@ -369,11 +369,10 @@ class UnfinishedCheckpoint:
         make_folder(final.parent)
         for path in final.parent.iterdir():
             if _REMOVED.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
-        self._unfinished = _Unfinished(final, _STEP.pattern)
-        self.path = self._unfinished.folder
+                _remove_tree(path)
+        super().__init__(final, _STEP.pattern)
         try:
-            self.path.mkdir()
+            self.folder.mkdir()
         except BaseException:
             self.close()
             raise
@@ -390,24 +389,20 @@ class UnfinishedCheckpoint:
             OSError: The file system refused; what was there before is there.
         """
         check_place(self.final, self.run)
-        with open(self.path / MARKER, "x") as marker:
+        with open(self.folder / MARKER, "x") as marker:
             json.dump(asdict(Marker(step, self.run, metadata)), marker)
             marker.flush()
             os.fsync(marker.fileno())
-        _sync(self.path)
+        _sync(self.folder)
         replaced = self.final.with_name(f".{self.final.name}.replaced")
         if not os.path.lexists(self.final):
-            os.rename(self.path, self.final)
-        elif not _exchange(self.path, self.final):
+            os.rename(self.folder, self.final)
+        elif not _exchange(self.folder, self.final):
             remove(replaced)
             os.rename(self.final, replaced)
-            os.rename(self.path, self.final)
+            os.rename(self.folder, self.final)
         _sync(self.final.parent)
         remove(replaced)
-
-    def close(self) -> None:
-        """Remove what is not committed, or what the commit replaced, and release the lock. May be called again."""
-        self._unfinished.close()
 
 
 def prune(newest: Path, keep: int, run: str | None) -> None:
@@ -436,9 +431,13 @@ def remove(path: Path) -> None:
     except FileNotFoundError:
         return
     _sync(path.parent)
-    shutil.rmtree(gone, ignore_errors=True)
-    if gone.exists():
-        warnings.warn(f"axo: {gone} cannot be removed (is it another user's?); remove it", UserWarning, stacklevel=2)
+    _remove_tree(gone)
+
+
+def _remove_tree(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        warnings.warn(f"axo: {folder} cannot be removed (is it another user's?); remove it", UserWarning, stacklevel=3)
 
 
 def make_folder(folder: Path) -> None:

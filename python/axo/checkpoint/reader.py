@@ -126,7 +126,7 @@ class StoredFile:
 
     Attributes:
         tensors: Name -> shape and dtype. aliases: Name -> the other under which the tensor is listed.
-        head: What the entry of that name says (``read_head``). has_optimizer: Whether the state of one is there.
+        head: What its entry ``axo`` says. has_optimizer: Whether the state of one is there.
     """
 
     has_optimizer = False

@@ -113,7 +113,7 @@ def save(
             group, (OSError,), lambda e: f"checkpoint: {final.parent} cannot be written to: {e.strerror}"
         ):
             part = folders.UnfinishedCheckpoint(final, run) if rank_in(group) == 0 else None
-        path = Path(share(group, part and str(part.path))[0])
+        path = Path(share(group, part and str(part.folder))[0])
         if async_:
             with on_all_ranks(group, (MemoryError, RuntimeError), _without_memory):
                 _stage(entries)
