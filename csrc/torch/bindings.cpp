@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "base/flight_recorder.h"
+#include "base/identity.h"
 #include "device/nccl_api.h"
 #include "memory/reduce.h"
 #include "memory/shared_buffers.h"
@@ -164,6 +165,7 @@ void run_signal_handlers() {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The compiled part of Axo; use axo.comm.communicator and axo.comm.connect.";
   m.attr("torch_version") = AXO_TORCH_VERSION;
+  m.attr("sources_digest") = axo::sources_digest();
   py::register_exception_translator(&axo::translate);
   axo::set_interrupt_check(&axo::run_signal_handlers);
   axo::bind_work(m);

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 torch_version: str
+sources_digest: str
 DTYPES: list[str]
 OPS: list[str]
 
