@@ -179,10 +179,9 @@ def test_a_lock_is_no_link_to_a_file_elsewhere(tmp_path: Path) -> None:
 def test_leftovers_that_are_links_are_left(tmp_path: Path) -> None:
     victim, ways = victims(tmp_path)
     for number, way in enumerate(ways):
-        part = tmp_path / f".step-00000001.{number:08x}.part"
-        part.mkdir()
-        way(part / "axo.json")
-        way(tmp_path / f".file.{number:08x}.part")
+        for name in ("step-00000001", "file"):
+            way(tmp_path / f".{name}.{number:08x}.part")
+            (tmp_path / f".{name}.{number:08x}.new").symlink_to(tmp_path)
     UnfinishedCheckpoint(tmp_path / "step-00000002", None).close()
     with whole_file(tmp_path / "file") as unfinished:
         unfinished.write_text("new")

@@ -2,12 +2,17 @@
 #include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <sstream>
 
 #include "base/identity.h"
 #include "host/communicator.h"
 #include "hosts/communicator.h"
 #include "hosts/link_limit.h"
 #include "hosts/socket_wire.h"
+#include "progress/process_life.h"
 #include "torch/c10d_backend.h"
 
 namespace py = pybind11;
@@ -27,6 +32,18 @@ void bind_c10d(py::module_& m) {
       },
       py::call_guard<py::gil_scoped_release>());
 
+  // A thread of a rank, as it tells of itself in a store: process, thread, and where these numbers mean something.
+  const auto space = [] { return process_space() + "@" + boot_id(); };
+  m.def("this_thread",
+        [space] { return std::to_string(::getpid()) + " " + std::to_string(::syscall(SYS_gettid)) + " " + space(); });
+  // Whether the thread that has told this is no more; false where that cannot be known.
+  m.def("thread_gone", [space](const std::string& told) {
+    int pid = 0, tid = 0;
+    std::string of;
+    std::istringstream(told) >> pid >> tid >> of;
+    const bool known = of.rfind("unknown@", 0) != 0 && !of.empty() && of.back() != '@';
+    return known && of == space() && RankThread(pid, tid, process_space()).gone();
+  });
   m.def("host_identity", &host_identity);
   m.def("host_name", &host_name);
   m.def("simulate_host", &simulate_host);

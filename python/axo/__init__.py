@@ -36,7 +36,7 @@ _PUBLIC = {
     "DeviceOptions": "axo.comm.device",
     "Work": "axo.comm.work",
     "count_collectives": "axo.comm.counting",
-    "empty_shared": "axo.comm.memory",
+    "empty_shared": "axo.comm.shared_memory",
     "group": "axo.comm.communicator",
     "Communicators": "axo.comm.connect",
     "connect": "axo.comm.connect",

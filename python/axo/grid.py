@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from axo.check import whole_number
+
 AXES = ("x", "y", "z", "data")
 
 
@@ -48,9 +50,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            size = getattr(self, axis)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"Grid: {axis}={size!r} is not a size; use a whole number of at least 1")
+            whole_number(f"Grid: {axis}", getattr(self, axis), least=1)
 
     @classmethod
     def parse(cls, text: Grid | str) -> Grid:
@@ -117,8 +117,7 @@ class Grid:
 
     def ranks(self, axis: str, rank: int) -> list[int]:
         """The peers of ``rank`` along ``axis`` (itself too), in the order of their coordinate."""
-        here = self.coords(rank)
-        first = rank - getattr(here, checked_axis(axis)) * self.stride(axis)
+        first = rank - getattr(self.coords(rank), checked_axis(axis)) * self.stride(axis)
         return [first + i * self.stride(axis) for i in range(self.size(axis))]
 
 
@@ -148,7 +147,6 @@ def checked_axis(axis: str) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"world_size={number!r} is not a count of ranks; use a whole number of at least 1")
+    whole_number("world_size", number, least=1)
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]

@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, SupportsIndex, cast
 
 from axo.errors import Refused
-from axo.grid import AXES, Coords, Grid
+from axo.grid import Coords, Grid, checked_axis
 
 if TYPE_CHECKING:
     import torch
@@ -150,9 +150,7 @@ class Placement:
             raise ValueError(f"Placement: {len(splits)} splits for {len(shape)} dims of shape {shape}")
         used = [axis for axes in splits for axis in axes]
         for axis in used:
-            if axis not in AXES:
-                raise ValueError(f"Placement: {axis!r} is not an axis; use one of {', '.join(AXES)}")
-            if used.count(axis) > 1:
+            if used.count(checked_axis(axis)) > 1:
                 raise ValueError(f"Placement: axis {axis} splits twice in {splits}; an axis splits one dim once")
         if self.blocks is not None:
             object.__setattr__(self, "blocks", tuple(self.blocks))

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from axo.comm.connect import Communicators
+from axo.comm.connect import Communicators, check_comms
 from axo.grid import AXES, Coords
 from axo.placement import Placement, local_ranges, placement_of
 
@@ -129,8 +129,7 @@ def shard_batch(batch: Any, comms: Communicators) -> Any:
     Raises:
         ValueError: The rows do not divide over the axes that split them, or are packed, nested or sparse.
     """
-    if not isinstance(comms, Communicators):
-        raise ValueError(f"shard_batch: comms={comms!r} is not what axo.connect returns; pass that")
+    check_comms("shard_batch", comms)
     if isinstance(batch, PackedSequence) or (
         isinstance(batch, torch.Tensor) and (batch.is_nested or batch.layout != torch.strided)
     ):

@@ -26,7 +26,7 @@ from bench.lib.table import read_rows, rows_to_go_on_with
 from tests.launcher import Command, run_as_program
 
 # What a machine that has torch, triton and numpy alone lacks. (Torch itself takes yaml where there is one.)
-ABSENT = ("litgpt", "lightning", "lightning_fabric", "transformers", "typer", "rich", "matplotlib", "isal", "xxhash")
+ABSENT = ("litgpt", "lightning", "lightning_fabric", "transformers", "typer", "rich", "matplotlib", "isal")
 
 
 def fork_the_parts() -> None:

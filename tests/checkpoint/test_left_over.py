@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
+from axo import files
 from axo.checkpoint import folder, latest, load, save
 from axo.checkpoint.folder import name_of, whole_file
 from tests.checkpoint.test_checkpoint_safety import filled, names_in, value_of
@@ -19,7 +20,7 @@ from tests.launcher import rank_outcomes
 
 
 def die_before_the_lock(folder: Path) -> None:
-    os.rename = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    files.lock = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     save(folder, filled(2.0), step=2)
 
 
@@ -27,29 +28,34 @@ def test_what_a_save_leaves_that_dies_before_it_holds_its_lock_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert rank_outcomes(die_before_the_lock, 1, tmp_path)[0].signal == "SIGKILL"
-    (tmp_path / ".step-00000003.0a1b2c3d.new").mkdir()  # of one that died earlier still
-    assert [name.endswith(".new") for name in names_in(tmp_path)] == [True, True]
+    assert [name.endswith(".part") for name in names_in(tmp_path)] == [True]
     save(tmp_path, filled(1.0), step=3)
     assert names_in(tmp_path) == [name_of(3)]
 
-    mkdir, rename, lost = Path.mkdir, os.rename, []
+    real, lost = files.lock, []
 
-    def clean_before_the_lock(path: Path, *args: Any, **options: Any) -> None:
-        mkdir(path, *args, **options)
-        if path.name.endswith(".new") and len(lost) < 1:
-            lost.append(path)
-            save(tmp_path, filled(4.0), step=4)  # removes it
+    def clean_before_the_lock(descriptor: int) -> bool:
+        if not lost:
+            lost.append(descriptor)
+            save(tmp_path, filled(4.0), step=4)  # removes the file, which nobody has locked
+        return real(descriptor)
 
-    def clean_after_it(old: Any, new: Any) -> None:
-        if str(old).endswith(".new") and len(lost) == 1:
-            lost.append(old)
-            shutil.rmtree(old)
-        rename(old, new)
-
-    monkeypatch.setattr(Path, "mkdir", clean_before_the_lock)
-    monkeypatch.setattr(os, "rename", clean_after_it)
+    monkeypatch.setattr(files, "lock", clean_before_the_lock)
     save(tmp_path, filled(5.0), step=5)
-    assert names_in(tmp_path) == [name_of(3), name_of(4), name_of(5)] and len(lost) == 2
+    assert names_in(tmp_path) == [name_of(3), name_of(4), name_of(5)] and len(lost) == 1
+
+
+def die_while_it_removes(folder: Path) -> None:
+    shutil.rmtree = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    save(folder, filled(4.0), step=4, keep=1)
+
+
+def test_what_was_being_removed_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    save(tmp_path, filled(3.0), step=3)
+    assert rank_outcomes(die_while_it_removes, 1, tmp_path)[0].signal == "SIGKILL"
+    assert any(name.endswith(".removed") for name in names_in(tmp_path)) and latest(tmp_path) == tmp_path / name_of(4)
+    save(tmp_path, filled(5.0), step=5)
+    assert names_in(tmp_path) == [name_of(4), name_of(5)]
 
 
 @pytest.mark.parametrize("how", ["moved", "removed"])

@@ -1,12 +1,10 @@
 """Checkpoints that earlier versions wrote load as long as Axo says that it reads them: one of each kind, in data/.
 
 data/grid        sharded, by 4 ranks on 2x1x2x1, with AdamW's state
-data/xxh3        one rank's, with the checksums of the first versions
 data/litgpt      a run of ``axo litgpt pretrain`` on 2x1x1x1 saved twice: whole, and sharded
 data/pretrained  ``axo.checkpoint.save_pretrained`` of a small GPT-2
 
-Oracle: a formula, of which ``data/grid`` and ``data/xxh3`` were filled; of the others, what plain torch, safetensors
-and transformers read.
+Oracle: a formula, of which ``data/grid`` was filled; of the others, what torch, safetensors and transformers read.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ import torch
 from litgpt.config import Config
 from litgpt.model import GPT
 from safetensors.torch import load_file
-from torch import nn
 
 import axo
-from axo.checkpoint import consolidate, load
+from axo.checkpoint import load
 from axo.integrations.fabric import sharded_checkpoint
 from tests.launcher import run_ranks
 
@@ -65,15 +62,6 @@ def test_a_sharded_checkpoint_with_an_optimizer_loads_on_its_grid_and_on_others(
     assert load_grid(None) == 3 * 10
     assert run_ranks(load_grid, 4, "2x1x2x1") == [3 * 10] * 4
     assert run_ranks(load_grid, 2, "1x2x1x1") == [3 * 10] * 2
-
-
-def test_the_first_versions_checksums_are_read(tmp_path: Path) -> None:
-    model = nn.Linear(3, 5)
-    loaded = load(DATA / "xxh3", model)
-    assert (loaded.step, loaded.extra) == (7, {"position": 5})
-    assert torch.equal(model.weight, torch.arange(15.0).view(5, 3)) and torch.equal(model.bias, torch.arange(5.0))
-    consolidate(DATA / "xxh3", tmp_path / "model.pth")
-    assert torch.equal(torch.load(tmp_path / "model.pth", weights_only=True)["weight"], model.weight)
 
 
 def test_a_run_folder_of_litgpts_loads_whole_and_sharded(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import axo
-from axo.comm import connect, hosts, rendezvous
+from axo.comm import connect, rendezvous, transports
 from axo.comm.rendezvous import store_of_this_start
 from axo.errors import Timeout
 from tests.launcher import Command, fork_the_ranks_of_torchrun, rank_outcomes, run_ranks
@@ -112,8 +112,8 @@ def test_a_rank_that_gives_up_is_told_to_those_who_wait():
 def replace_in_rank_1(where, action):
     if os.environ["RANK"] == "1":
         place, name = {
-            "gather": (hosts, "_met"),
-            "core": (hosts._C, "create_host_communicator"),
+            "gather": (transports, "host_core"),
+            "core": (transports._C, "create_host_communicator"),
             "split": (connect.Communicators, "_line"),
         }[where]
         setattr(place, name, action)
@@ -158,7 +158,7 @@ def one_raises(where):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         return create(*arguments)
 
-    create = hosts._C.create_host_communicator
+    create = transports._C.create_host_communicator
     if where == "files":
         replace_in_rank_1("core", raise_file_limit)
     elif where == "size":
@@ -216,8 +216,9 @@ def test_a_rank_that_came_last_and_ended_at_once_has_come(monkeypatch):
         store.set("meeting/1/2", "1 3 dead\nits own")
         return "dead" in told
 
-    monkeypatch.setattr(rendezvous, "process_gone", gone)
-    assert rendezvous.gather(store, "meeting", 1, 3, 20, "connect", "this") == ["mine", "this", "its own"]
+    monkeypatch.setattr(rendezvous._C, "thread_gone", gone)
+    meeting = rendezvous.Meeting(store, 1, 3, "connect", rendezvous.TimeLeft(20))
+    assert meeting.gather("meeting", "this") == ["mine", "this", "its own"]
 
 
 def test_operations_keep_their_own_time_limit():

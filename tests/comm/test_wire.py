@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 import axo
 from axo.comm import interfaces, secret, wire
-from axo.comm.rendezvous import TimeLeft
+from axo.comm.rendezvous import Meeting, TimeLeft
 from tests.launcher import rank_outcomes, run_ranks
 
 SINGLES = {"ranks_per_host": 1}
@@ -27,7 +27,7 @@ def meet(identities, around=contextlib.nullcontext, seconds=30):
     def rank(r):
         try:
             left = TimeLeft(seconds)
-            ends[r] = wire.connect(store, "round", r, len(identities), identities, left, f"rank {r}")
+            ends[r] = wire.connect(Meeting(store, r, len(identities), f"rank {r}", left), "round", identities)
         except Exception as error:
             ends[r] = error
 

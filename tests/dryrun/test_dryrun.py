@@ -24,7 +24,7 @@ from axo import dryrun
 from axo.cli import main as cli
 from axo.cli.dryrun import _of_litgpt
 from axo.comm import recording as recorded
-from axo.comm.counting import watch
+from axo.comm.counting import observers as watch
 from axo.comm.recording import recording
 from axo.grid import Grid
 from axo.launch import RankFailed

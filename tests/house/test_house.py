@@ -46,8 +46,9 @@ REPLACED = {
 
 # A package may import those of a lower level, and itself. What stands here is the design's order of the house.
 LEVELS = [
-    {"cores", "errors", "files", "grid", "lazy", "settings", "slurm"},
+    {"cores", "errors", "files", "lazy", "settings", "slurm"},
     {"check"},
+    {"grid"},
     {"launch", "arrangement"},
     {"comm"},
     {"placement"},
@@ -170,7 +171,6 @@ def test_imports_go_down_only():
 
 # Circles of imports inside a package, those for types alone counted, which have still to go. Nothing is added here.
 CIRCLES = [
-    "comm: communicator connect counting device memory transports work",
     "matmul: product shared_input",
     "nn: chain layer",
     "overlap: buckets deferred engine events gathers gradients step_check update_trial zero",
@@ -210,8 +210,8 @@ def test_no_new_circle_of_imports():
 # Habits that are being given up, in python/axo: a pattern, and how often it stands there still. No number may rise,
 # and what has become less is written down.
 AT_MOST = {
-    r"^\s*(found|here|made|held|known) = ": 184,  # a variable's name says what it is
-    r"__class__ = ": 15,  # an object keeps the class that it was made of
+    r"^\s*(found|here|made|held|known) = ": 149,  # a variable's name says what it is
+    r"__class__ = ": 13,  # an object keeps the class that it was made of
 }
 
 

@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.
 
 def small_pieces() -> None:
     """Let a small model's tensors be cut, and be large enough to go out."""
-    optimizer.PIECE, optimizer.RUN, activations.SMALLEST, activations.AHEAD = 1024, 50_000, 256, 4096
+    optimizer.PIECE, activations.SMALLEST, activations.AHEAD = 1024, 256, 4096
 
 
 def build(comms: Any, offload: axo.Offload | None, **options: Any) -> nn.Module:

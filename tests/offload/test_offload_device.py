@@ -19,7 +19,8 @@ from torch import nn
 
 import axo
 from axo.comm.device import DeviceWork
-from axo.offload import activations, lane, optimizer
+from axo.offload import activations, optimizer, tier
+from axo.offload.copy_stream import CopyEvent, CopyStream
 from tests import gpt, standin
 from tests.launcher import run_ranks
 from tests.nn.support import my_rows
@@ -32,14 +33,14 @@ def pinned(*shape: int) -> torch.Tensor:
 def order_of_copies(gpu: standin.Gpu) -> None:
     """A copy begins after what the compute stream held, on another stream; the host and the compute stream go on."""
     device = torch.device("standin", 0)
-    out, back = lane.Lane(device), lane.Lane(device)
+    out, back = CopyStream(device), CopyStream(device)
     tensor, source, host = torch.zeros(1000, device=device), torch.ones(1000, device=device), pinned(1000)
     gpu.synchronize()
     gate = gpu.hold()  # on the compute stream
     tensor.copy_(source)
     left = out.copy([(host, tensor)])
     again = pinned(1000)
-    other = back.copy([(again, source)])  # this lane follows the compute stream too
+    other = back.copy([(again, source)])  # this one follows the compute stream too
     assert not left.is_completed() and not other.is_completed() and host[0] == again[0] == -1.0
     gate.open()
     left.synchronize()
@@ -60,7 +61,7 @@ def order_of_copies(gpu: standin.Gpu) -> None:
     assert torch.equal(back_here.cpu(), torch.full((1000,), 5.0))  # nothing tore up what was on its way
     out.finish()
     back.finish()
-    assert not out._held and not back._held
+    assert not out._in_flight and not back._in_flight
 
 
 def model_of(dtype: torch.dtype) -> nn.Module:
@@ -101,12 +102,16 @@ class Late:
     """Lets each copy run only when somebody waits for it, or for a collective: the latest that is allowed."""
 
     def __init__(self, gpu: standin.Gpu, patch: pytest.MonkeyPatch) -> None:
-        held: list[tuple[lane.CopyEvent, lane.Lane, Any, tuple[Any, ...]]] = []  # in the order of issue
-        copy, block, synchronize = lane.Lane.copy, lane.CopyEvent.block, lane.CopyEvent.synchronize
+        held: list[tuple[CopyEvent, CopyStream, Any, tuple[Any, ...]]] = []  # in the order of issue
+        copy, block, synchronize = (
+            CopyStream.copy,
+            CopyEvent.block,
+            CopyEvent.synchronize,
+        )
         wait = DeviceWork.wait
         self.copies = 0
 
-        def late_copy(mine: lane.Lane, pairs: Any, *after: Any, **options: Any) -> lane.CopyEvent:
+        def late_copy(mine: CopyStream, pairs: Any, *after: Any, **options: Any) -> CopyEvent:
             if mine._stream is None:  # of a parameter that lies on the host
                 return copy(mine, pairs, *after, **options)
             with mine._stream:
@@ -116,7 +121,7 @@ class Late:
             self.copies += 1
             return done
 
-        def let(done: lane.CopyEvent) -> None:
+        def let(done: CopyEvent) -> None:
             """Open the gates of a copy, of those before it on its stream, and of what these come after."""
             found = next((each for each in held if each[0] is done), None)
             if found is None:
@@ -134,17 +139,17 @@ class Late:
             while held:
                 let(held[-1][0])
 
-        patch.setattr(lane.Lane, "copy", late_copy)
+        patch.setattr(CopyStream, "copy", late_copy)
         patch.setattr(DeviceWork, "wait", lambda work: (let_all(), wait(work))[1])
-        patch.setattr(lane.CopyEvent, "block", lambda done: (let(done), block(done))[1])
-        patch.setattr(lane.CopyEvent, "synchronize", lambda done: (let(done), synchronize(done))[1])
+        patch.setattr(CopyEvent, "block", lambda done: (let(done), block(done))[1])
+        patch.setattr(CopyEvent, "synchronize", lambda done: (let(done), synchronize(done))[1])
 
 
 def trained(folder: Path) -> bool:
     gpu = standin.install(folder)
     torch.set_num_threads(1)
     order_of_copies(gpu)
-    optimizer.PIECE, optimizer.RUN, activations.SMALLEST, activations.AHEAD = 640, 50_000, 256, 8192
+    optimizer.PIECE, tier.RUN, activations.SMALLEST, activations.AHEAD = 640, 50_000, 256, 8192
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
     for dtype in (torch.float32, torch.bfloat16):
         plain = model_of(dtype).to("standin")

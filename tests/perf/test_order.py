@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import axo
-from axo.comm.counting import watch
+from axo.comm.counting import observers as watch
 from axo.grid import Grid
 from axo.overlap.buckets import Buckets
 from axo.overlap.events import TracedWork

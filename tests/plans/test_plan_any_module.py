@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import axo
-from axo.plans.auto import alike
+from axo.plans.auto import agreement
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close, serial_seed
 
@@ -312,9 +312,9 @@ def test_gpus_compare_before_the_first_step_only(monkeypatch, device, always, co
     """Counted are comparisons: layers before each of five steps, or the first, and buffers once."""
     asked = []
     monkeypatch.setenv("AXO_CHECK", always)
-    monkeypatch.setattr(alike, "ranks_that_differ", lambda comms, text: asked.append(text))
+    monkeypatch.setattr(agreement, "ranks_that_differ", lambda comms, text: asked.append(text))
     model = nn.Linear(8, 8)
-    alike.Alike(SimpleNamespace(device=torch.device(device)), layers=True).watch(model)
+    agreement.AgreementCheck(SimpleNamespace(device=torch.device(device)), layers=True).watch(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(5):
         optimizer.step()

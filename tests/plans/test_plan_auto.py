@@ -18,8 +18,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import axo
+from axo.plans.auto.candidate import SplitCandidate
+from axo.plans.auto.decide import decide
 from axo.plans.auto.experts import EveryExpert, is_mixture
-from axo.plans.auto.patterns import Wish, wishes
+from axo.plans.auto.patterns import Override, overrides
+from axo.plans.auto.regions import find_regions
 from tests.launcher import run_ranks
 from tests.nn.support import (
     assert_close,
@@ -284,9 +287,9 @@ EXPECTED = {
     "body.0": ("normal", False, True),
     "body.2": ("transposed", True, False),  # a norm over channels comes after
     "skip": ("normal", False, False),  # its output is added to its input
-    "last": ("normal", False, True),
-    "fc": ("transposed", True, True),  # through a pool and flatten
-    "out": ("normal", True, False),
+    "last": ("normal", False, False),  # flatten comes after
+    "fc": ("normal", False, True),
+    "out": ("transposed", True, False),
     "model.embed_tokens": ("normal", False, False),
     "model.layers.0.self_attn.k_proj": ("normal", False, True),
     "model.layers.0.self_attn.o_proj": ("transposed", True, False),
@@ -296,7 +299,7 @@ EXPECTED = {
 }
 
 
-def reports_and_wishes(grid):
+def reports_and_overrides(grid):
     comms = axo.connect(grid)
     rows = BATCH // (comms.grid.z * comms.grid.data) * TOKENS
     model, _ = compare(comms, "conv", 1)
@@ -373,8 +376,8 @@ def on_rank_0(comms, words):
     assert len(matching) == (comms.world.rank == 0), [str(one.message) for one in told]
 
 
-def test_reports_wishes_copies_and_generation():
-    run_ranks(reports_and_wishes, 4, "2x2x1x1", timeout=120, preload=PRELOAD)
+def test_reports_overrides_copies_and_generation():
+    run_ranks(reports_and_overrides, 4, "2x2x1x1", timeout=120, preload=PRELOAD)
 
 
 class Blocks(nn.Module):
@@ -391,10 +394,8 @@ class Blocks(nn.Module):
 
 def chain(model):
     """Whether the plan keeps activations split between ``a`` and ``b``."""
-    from axo.plans.auto.regions import Size, find_regions
-
-    sizes = {model.a: Size(8, 8), model.b: Size(8, 8)}
-    return [(region.makers, region.takers) for region in find_regions(model, sizes, set()).regions]
+    layers = [SplitCandidate(name, getattr(model, name), "linear", 8, 8) for name in "ab"]
+    return [(region.makers, region.takers) for region in find_regions(model, layers, set()).regions]
 
 
 def test_only_what_is_proved_stays_split():
@@ -430,18 +431,18 @@ def test_only_what_is_proved_stays_split():
 
 def test_grammar_of_patterns():
     names = ["h.0.q_proj", "h.1.q_proj", "lm_head"]
-    found = wishes({"*q_proj": "normal", "h.1.*": "transposed:split->whole", "lm_head": "auto"}, names, names)
+    found = overrides({"*q_proj": "normal", "h.1.*": "transposed:split->whole", "lm_head": "auto"}, names, names)
     assert found == {
-        "h.0.q_proj": Wish("normal", "*q_proj"),
-        "h.1.q_proj": Wish("transposed", "h.1.*", True, False),
+        "h.0.q_proj": Override("normal", "*q_proj"),
+        "h.1.q_proj": Override("transposed", "h.1.*", True, False),
     }
     with pytest.raises(ValueError, match=r"plan\['\*.k_proj'\] matches no layer that can be split; such names are h.0"):
-        wishes({"*.k_proj": "normal"}, names, names)
+        overrides({"*.k_proj": "normal"}, names, names)
     with pytest.raises(ValueError, match=r"matches no layer that can be split; it matches \['norm'\]"):
-        wishes({"norm": "normal"}, names, [*names, "norm"])
+        overrides({"norm": "normal"}, names, [*names, "norm"])
     for value in ("column", "normal:split", "normal: whole->split", 3):
         with pytest.raises(ValueError, match="is not known; use one of"):
-            wishes({"lm_head": value}, names, names)
+            overrides({"lm_head": value}, names, names)
 
 
 def dropout_and_refusals(grid):
@@ -518,14 +519,12 @@ class Branches(torch.nn.Module):
 
 
 def test_whole_activations_have_a_reason():
-    from axo.plans.auto.regions import Size, find_regions
-
     chooses = Chooses()
-    layers = {chooses.scores: Size(8, 8), chooses.branch.inner: Size(8, 8)}
-    whole = find_regions(chooses, layers, set()).whole
-    assert "no module around it can be traced" in whole[chooses.branch.inner]
-    whole = find_regions(torch.nn.Sequential(chooses.scores, torch.nn.Softmax(-1)), {chooses.scores: Size(8, 8)}, set())
-    assert whole.whole[chooses.scores] == "in: outside of what can be traced; out: Softmax"
+    scores, inner = (SplitCandidate("", layer, "linear", 8, 8) for layer in (chooses.scores, chooses.branch.inner))
+    whole = find_regions(chooses, [scores, inner], set()).whole
+    assert "no module around it can be traced" in whole[inner.module]
+    whole = find_regions(torch.nn.Sequential(scores.module, torch.nn.Softmax(-1)), [scores], set()).whole
+    assert whole[scores.module] == "in: outside of what can be traced; out: Softmax"
 
 
 class Normed(nn.Module):
@@ -543,24 +542,24 @@ class Normed(nn.Module):
 
 def test_group_norms_stay_between_convolutions():
     """Oracle: by hand. A group's channels lie on one rank if its norm, in all its calls, sees channels and no more."""
-    from axo.plans.auto.decide import SplitCandidate, decide
-    from axo.plans.auto.regions import CHANNELS, Size, find_regions
+
+    def layers_of(model):
+        layers = [SplitCandidate(name, getattr(model, name), "conv2d", 8, 8) for name in ("a", "b")]
+        return [*layers, SplitCandidate("time", model.time, "linear", 4, 8)]
 
     def regions(model):
-        sizes = {model.a: Size(8, 8, CHANNELS), model.b: Size(8, 8, CHANNELS), model.time: Size(4, 8)}
-        return find_regions(model, sizes, set()).regions
+        return find_regions(model, layers_of(model), set()).regions
 
     def joined(self, x, time):
         return F.silu(self.norm(x + time.unflatten(-1, (-1, 1, 1))))
 
     model = Normed(joined)
     (region,) = regions(model)
-    assert (region.makers, region.takers, region.norms) == ({model.a, model.time}, {model.b}, {model.norm})
-    layers = [SplitCandidate(name, getattr(model, name), "conv2d", 8, 8) for name in ("a", "b")]
-    layers.append(SplitCandidate("time", model.time, "linear", 4, 8))
+    assert (region.makers, region.takers, region.inside) == ({model.a, model.time}, {model.b}, {model.norm})
     for grid, split in (("4x1x1x1", True), ("8x1x1x1", False)):  # four groups lie on four ranks, not on eight
-        choices, inside = decide(layers, [region], {}, axo.Grid.parse(grid))
-        assert choices["a"].split_out == choices["b"].split_in == split, grid
+        layers = layers_of(model)
+        inside = decide(layers, [region], axo.Grid.parse(grid))
+        assert layers[0].decision.split_out == layers[1].decision.split_in == split, grid
         assert inside == ({model.norm: "x"} if split else {}), grid
     lost = {
         "another unflatten": lambda self, x, time: self.norm(x + time.unflatten(-1, (1, -1, 1))),

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from axo.checkpoint.convert import consolidate
     from axo.checkpoint.folder import latest
     from axo.checkpoint.pretrained import save_pretrained
-    from axo.checkpoint.ranks import share_path
+    from axo.checkpoint.ranks import Save, share_path
     from axo.checkpoint.reader import Loaded, load
     from axo.checkpoint.run import Run
-    from axo.checkpoint.writer import Save, save
+    from axo.checkpoint.writer import save
     from axo.errors import CheckpointError
 
 __all__ = [
@@ -57,7 +57,7 @@ if not TYPE_CHECKING:
             "CheckpointError": "axo.errors",
             "Loaded": "axo.checkpoint.reader",
             "Run": "axo.checkpoint.run",
-            "Save": "axo.checkpoint.writer",
+            "Save": "axo.checkpoint.ranks",
             "consolidate": "axo.checkpoint.convert",
             "latest": "axo.checkpoint.folder",
             "load": "axo.checkpoint.reader",

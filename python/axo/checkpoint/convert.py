@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from axo.checkpoint import folder as folders
 from axo.checkpoint import safetensors, state
 from axo.checkpoint.parts import Parts
-from axo.checkpoint.reader import read_head, read_state_dict, shapes_of
+from axo.checkpoint.reader import read_head, read_state_dict, tensors_of
 from axo.checkpoint.storage import read_bytes, read_into, read_metadata, save_plain
-from axo.checkpoint.writer import Destination, head, write
+from axo.checkpoint.writer import head, write
 
 
 def consolidate(
@@ -74,35 +74,20 @@ def _to_file(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None
 
 
 def _to_pth(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
-    kinds = (state.MODEL, state.OPTIMIZER) if optimizer else (state.MODEL,)
-    found = {kind: dict(_tensors(path, metadata, kind, out)) for kind in kinds}
     about = read_head(path, metadata)
-    model = found[state.MODEL]
+    model = dict(_tensors(path, metadata, state.MODEL, out))
     model |= {alias: model[name] for alias, name in about["aliases"].items()}
     whole: Any = model
     if optimizer:
         if state.OPTIMIZER not in metadata.state_dict_metadata:
             raise ValueError(f"consolidate: {path} holds no optimizer")
         saved = read_bytes(path, metadata, state.OPTIMIZER)
-        plain = _plain_optimizer(found[state.OPTIMIZER], saved)
+        moments = _tensors(path, metadata, state.OPTIMIZER, out)
+        values = state.optimizer_values(saved, {f"{state.OPTIMIZER}/{name}": each for name, each in moments})
+        plain = state.plain_optimizer(values, saved["groups"])
         whole = {"model": model, "optimizer": plain, "step": about["step"], "extra": about["extra"]}
     with folders.whole_file(out) as unfinished:
         save_plain(whole, unfinished)
-
-
-def _plain_optimizer(tensors: dict[str, torch.Tensor], saved: dict[str, Any]) -> dict[str, Any]:
-    """As ``Optimizer.state_dict`` gives it: parameters by number, in the order of the groups."""
-    values: dict[int, dict[str, Any]] = {}
-    read = state.by_parameter({f"{state.OPTIMIZER}/{name}": tensor for name, tensor in tensors.items()})
-    groups, index = [], 0
-    for group in saved["groups"]:
-        for name in group["params"]:
-            found = saved["values"].get(name, {}) | read.get(name, {})
-            if found:
-                values[index] = found
-            index += 1
-        groups.append(group | {"params": list(range(index - len(group["params"]), index))})
-    return {"state": values, "param_groups": groups}
 
 
 def _tensors(path: Path, metadata: Metadata, kind: str, out: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -110,34 +95,27 @@ def _tensors(path: Path, metadata: Metadata, kind: str, out: Path) -> Iterator[t
 
     The file has no name any more, so nothing of it is left, however the process ends.
     """
-    for name, shape in shapes_of(metadata, kind).items():
-        entry = f"{kind}/{name}"
-        dtype, count = _dtype(metadata, entry), math.prod(shape)
+    for name, (shape, dtype) in tensors_of(metadata, kind).items():
+        count = math.prod(shape)
         with tempfile.NamedTemporaryFile(dir=out.parent, prefix=".axo-") as file:
             os.posix_fallocate(file.fileno(), 0, max(1, count * dtype.itemsize))  # a full disk is an error here
             mapped = torch.from_file(file.name, True, count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
         whole = mapped.view(shape)
-        read_into(path, metadata, {entry: Parts(whole)})
+        read_into(path, metadata, {f"{kind}/{name}": Parts(whole)})
         yield name, whole
 
 
-def _dtype(metadata: Metadata, entry: str) -> torch.dtype:
-    saved: Any = metadata.state_dict_metadata[entry]
-    return saved.properties.dtype
-
-
 def _to_safetensors(path: Path, metadata: Metadata, out: Path) -> None:
-    aliases = read_head(path, metadata)["aliases"]
-    shapes = shapes_of(metadata, state.MODEL)
-    described = {name: (_dtype(metadata, f"{state.MODEL}/{name}"), shape) for name, shape in shapes.items()}
+    tensors = tensors_of(metadata, state.MODEL)
 
-    def tensors() -> Iterator[torch.Tensor]:
-        for name, (dtype, shape) in described.items():
+    def wholes() -> Iterator[torch.Tensor]:
+        for name, (shape, dtype) in tensors.items():
             whole = torch.empty(shape, dtype=dtype)
             read_into(path, metadata, {f"{state.MODEL}/{name}": Parts(whole)})
             yield whole
 
-    safetensors.write(out, described, tensors(), {f"{alias} is": name for alias, name in aliases.items()})
+    aliases = read_head(path, metadata)["aliases"]
+    safetensors.write(out, tensors, wholes(), {f"{alias} is": name for alias, name in aliases.items()})
 
 
 def _to_checkpoint(source: Path, folder: Path, step: int, trust: bool) -> Path:
@@ -160,5 +138,5 @@ def _to_checkpoint(source: Path, folder: Path, step: int, trust: bool) -> Path:
         part = folders.UnfinishedCheckpoint(final, None)
     except OSError as error:
         raise ValueError(f"consolidate: {final} cannot be written: {error.strerror}") from None
-    write(Destination(final, part.path, part, step), entries)
+    write(entries, part.path, part, final, step)
     return final

@@ -1,15 +1,16 @@
 """Names of checkpoints, the newest complete one, and how a written one takes its place.
 
     FOLDER/step-00000100                  complete: it got this name after every file in it was written and synced
-    FOLDER/.step-00000100.TOKEN.part      being written; its writer holds a lock on the marker in it
+    FOLDER/.step-00000100.TOKEN.new       being written
+    FOLDER/.step-00000100.TOKEN.part      locked by its writer, which lives as long as the lock does
     FOLDER/.axo.TOKEN.removed             on its way out
     FOLDER/.step-00000100.replaced        the older one of that name while the newer is renamed, on file systems that
                                           cannot swap two names; complete, and taken where the name itself is missing
 
 The marker ``axo.json`` in a checkpoint says that Axo wrote it, at which step, and which run. Only what carries one is
-ever replaced or removed, and only for the same run. A part whose lock is free was left by a process that died: the
-next save in that folder removes it. Each rename is made durable before what it makes superfluous is deleted, so a
-loss of power leaves the older or the newer checkpoint, whole.
+ever replaced or removed, and only for the same run. What stands beside a lock that is free was left by a process that
+died: the next save in that folder removes it. Each rename is made durable before what it makes superfluous is deleted,
+so a loss of power leaves the older or the newer checkpoint, whole.
 
 Not here: what else is inside.
 """
@@ -33,13 +34,12 @@ from pathlib import Path
 
 from axo import files
 from axo.checkpoint import checksum
-from axo.files import is_open, lock
 
 METADATA = ".metadata"
 MARKER = "axo.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
-_LEFT_OVER = re.compile(r"\..+\.[0-9a-f]{8}\.(new|part|removed)")
+_REMOVED = re.compile(r"\.axo\.[0-9a-f]{8}\.removed")
 _MOST_MARKER = 64 << 10  # bytes
 _ROUNDS = 100  # a broken file system may list for ever what it cannot find
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -51,20 +51,20 @@ class Marker:
 
     Attributes:
         step: Its step. run: The run that saved it; None: none was named. metadata: Checksum of DCP's metadata.
-        checksum: Which one that is, and those of the entries; the first checkpoints do not say.
+        checksum: Which one that is, and those of the entries.
     """
 
     step: int = 0
     run: str | None = None
     metadata: str | None = None
-    checksum: str = "xxh3"
+    checksum: str = checksum.KIND
 
 
 def read_marker(path: Path) -> Marker | None:
     """The marker of a checkpoint that Axo wrote; None where there is none or it cannot be read."""
     try:
         said = files.parse_json(files.read_text(path / MARKER, _MOST_MARKER))
-        marker = Marker(int(said["step"]), said["run"], said["metadata"], said.get("checksum", Marker.checksum))
+        marker = Marker(int(said["step"]), said["run"], said["metadata"], said["checksum"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     words = (marker.run or "", marker.metadata or "", marker.checksum)
@@ -284,6 +284,67 @@ def _run(run: str | None) -> str:
     return "a run without identity" if run is None else f"run {run}"
 
 
+class _Unfinished:
+    """A locked file beside ``final``, in which a file is written, and beside which a folder may be.
+
+    Args:
+        final: The name that what is written will get. What writers of it that have died left beside it is removed.
+        others: Names, as a pattern, of which the same is removed.
+
+    Raises:
+        OSError: The file cannot be made.
+
+    Attributes:
+        file: The file. folder: Where the folder may be.
+    """
+
+    def __init__(self, final: Path, others: str = "") -> None:
+        _remove_left_over(final.parent, rf"\.({re.escape(final.name)}|{others})\.[0-9a-f]{{8}}\.part")
+        while not self._begin(final):
+            pass
+
+    def _begin(self, final: Path) -> bool:
+        """Make the file and lock it; False: another writer took it for what a dead one has left."""
+        self.file = final.with_name(f".{final.name}.{secrets.token_hex(4)}.part")
+        self.folder = self.file.with_suffix(".new")
+        self._lock = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            if files.lock(self._lock) and self.file.exists():
+                return True
+        except OSError:  # a file system without locks
+            return True
+        os.close(self._lock)
+        return False
+
+    def close(self) -> None:
+        """Remove what is there and release the lock. May be called again."""
+        if self._lock >= 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.file.unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_left_over(folder: Path, names: str) -> None:
+    """Remove files that match ``names`` and that nobody holds a lock on, and the folders beside them."""
+    with contextlib.suppress(OSError):  # a folder that may not be listed
+        for path in folder.iterdir():
+            # No file of its own: not ours. No locks on this file system: its writer may live.
+            with contextlib.suppress(OSError, ValueError):
+                if re.fullmatch(names, path.name):
+                    _remove_unlocked(path)
+
+
+def _remove_unlocked(path: Path) -> None:
+    descriptor = files.open_own(path, create=False)
+    try:
+        if files.lock(descriptor):
+            shutil.rmtree(path.with_suffix(".new"), ignore_errors=True)
+            path.unlink()
+    finally:
+        os.close(descriptor)
+
+
 class UnfinishedCheckpoint:
     """A checkpoint that is being written, in a hidden folder; one process makes it, all write into it.
 
@@ -302,33 +363,15 @@ class UnfinishedCheckpoint:
         self.final, self.run = final, run
         make_folder(final.parent)
         for path in final.parent.iterdir():
-            if _LEFT_OVER.fullmatch(path.name):
-                _remove_left_over(path)
-        self._lock = -1
-        while not self._begin(secrets.token_hex(4)):
-            pass
-
-    def _begin(self, token: str) -> bool:
-        """Make the folder and lock it; False: another's save took it for what a dead one has left."""
-        self.path = self.final.with_name(f".{self.final.name}.{token}.part")
-        new = self.final.with_name(f".{self.final.name}.{token}.new")  # gets the other name when the lock is held
-        new.mkdir()
-        held = True
+            if _REMOVED.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        self._unfinished = _Unfinished(final, _STEP.pattern)
+        self.path = self._unfinished.folder
         try:
-            self._lock = files.open_own(new / MARKER)
-            with contextlib.suppress(OSError):
-                held = lock(self._lock)
-            if held:
-                os.rename(new, self.path)
-                return True
-        except FileNotFoundError:
-            pass
-        except BaseException:  # Ctrl-C too
-            shutil.rmtree(new, ignore_errors=True)
+            self.path.mkdir()
+        except BaseException:
             self.close()
             raise
-        self.close()
-        return False
 
     def commit(self, step: int, metadata: str) -> None:
         """Give what was written its name, durably; an earlier checkpoint of that name is replaced.
@@ -342,13 +385,10 @@ class UnfinishedCheckpoint:
             OSError: The file system refused; what was there before is there.
         """
         check_place(self.final, self.run)
-        if not is_open(self.path / MARKER, self._lock):  # the folder was moved or removed: the writers made another
-            new = files.open_own(self.path / MARKER)
-            os.close(self._lock)
-            self._lock = new
-        with open(self._lock, "wb", closefd=False) as marker:
-            marker.write(json.dumps(asdict(Marker(step, self.run, metadata, checksum.KIND))).encode())
-        os.fsync(self._lock)
+        with open(self.path / MARKER, "x") as marker:
+            json.dump(asdict(Marker(step, self.run, metadata)), marker)
+            marker.flush()
+            os.fsync(marker.fileno())
         _sync(self.path)
         replaced = self.final.with_name(f".{self.final.name}.replaced")
         if not os.path.lexists(self.final):
@@ -362,10 +402,7 @@ class UnfinishedCheckpoint:
 
     def close(self) -> None:
         """Remove what is not committed, or what the commit replaced, and release the lock. May be called again."""
-        remove(self.path)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._unfinished.close()
 
 
 def prune(newest: Path, keep: int, run: str | None) -> None:
@@ -399,24 +436,6 @@ def remove(path: Path) -> None:
         warnings.warn(f"axo: {gone} cannot be removed (is it another user's?); remove it", UserWarning, stacklevel=2)
 
 
-def _remove_left_over(path: Path) -> None:
-    """Remove a part whose writer has died, or what was being removed."""
-    if path.name.endswith(".removed"):
-        shutil.rmtree(path, ignore_errors=True)
-        return
-    if path.name.endswith(".new"):
-        with contextlib.suppress(OSError):
-            path.rmdir()  # one that is empty still
-    # No marker, or no file of its own: not ours. No locks on this file system: its writer may live.
-    with contextlib.suppress(OSError, ValueError):
-        descriptor = files.open_own(path / MARKER, create=False)
-        try:
-            if lock(descriptor):
-                remove(path)
-        finally:
-            os.close(descriptor)
-
-
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it, so that a loss of power does not undo it."""
     if os.path.lexists(folder) and not folder.is_dir():
@@ -433,48 +452,17 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     Each writer has a file of its own, which it holds a lock on; what a killed one has left is removed.
     """
-    _remove_left_files(path)
-    unfinished, held = _locked_file(path)
+    unfinished = _Unfinished(path)
     try:
-        try:
-            yield unfinished
-            _sync(unfinished)
-            os.replace(unfinished, path)
-        except OSError as error:
-            error.filename = error.filename or str(path)  # a full disk does not say where
-            raise
-        finally:
-            unfinished.unlink(missing_ok=True)
+        yield unfinished.file
+        _sync(unfinished.file)
+        os.replace(unfinished.file, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say where
+        raise
     finally:
-        os.close(held)
+        unfinished.close()
     _sync(path.parent)
-
-
-def _locked_file(path: Path) -> tuple[Path, int]:
-    """A new file beside ``path``, and what holds its lock."""
-    while True:
-        unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-        held = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            if lock(held) and unfinished.exists():  # else another found it before it was locked, and removes it
-                return unfinished, held
-        except OSError:  # a file system without locks
-            return unfinished, held
-        os.close(held)
-
-
-def _remove_left_files(path: Path) -> None:
-    """Remove what writers of ``path`` that have died left beside it."""
-    left = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")
-    with contextlib.suppress(OSError, ValueError):  # no locks on this file system: its writer may live
-        for each in path.parent.iterdir():
-            if left.fullmatch(each.name):
-                descriptor = files.open_own(each, create=False)
-                try:
-                    if lock(descriptor):
-                        each.unlink()
-                finally:
-                    os.close(descriptor)
 
 
 def _sync(path: Path) -> None:

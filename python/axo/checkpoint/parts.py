@@ -1,4 +1,4 @@
-"""A tensor as the list of chunks of it that this rank holds, and the planners through which DCP writes and reads them.
+"""A tensor as the list of chunks of it that this rank holds, as DCP plans to write and to read them.
 
 A chunk is a box of the whole tensor. A plain shard is one box; a fused weight whose row blocks are split one by one
 (q, k and v) is one box for each block, so that files hold the serial layout and never a rank's own concatenation. A
@@ -12,15 +12,12 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_local_load_plan,
-)
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from axo.placement import Placement, local_ranges
+from axo.sharding import unshard
 
 
 class Parts:
@@ -50,6 +47,15 @@ class Parts:
     def size(self) -> torch.Size:
         """Shape of the whole tensor."""
         return self.shape
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, on every rank; every rank must call it."""
+        return self.local if self.placement is None else unshard(self.local, self.placement)
+
+    @torch.no_grad()
+    def fill(self, whole: torch.Tensor) -> None:
+        """Copy this rank's part out of the whole tensor."""
+        self.local.copy_(whole if self.placement is None else self.placement.take(whole))
 
     def chunk(self, offset: torch.Size | None) -> torch.Tensor:
         """The box that begins at ``offset``, as a view of the part."""
@@ -87,18 +93,3 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
         return value.chunk(index.offset) if isinstance(value, Parts) else value
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """Plans what to read into :class:`Parts`, and whole values that are no tensors."""
-
-    def __init__(self, state: dict[str, Any], metadata: Metadata) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.state_dict, self.metadata = state, metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        return create_default_local_load_plan(self.state_dict, self.metadata)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self.state_dict[index.fqn].chunk(index.offset)

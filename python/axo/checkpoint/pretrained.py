@@ -17,7 +17,8 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import islice
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from axo.checkpoint import safetensors
+from axo.checkpoint import safetensors, state
 from axo.checkpoint.folder import check_local, whole_file
-from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
-from axo.checkpoint.state import check_kinds, check_storage, communicators
+from axo.checkpoint.parts import Parts
+from axo.checkpoint.ranks import checkpoint_group, on_all_ranks, rank_in
 from axo.nn.elsewhere import is_stage
-from axo.placement import placement_of
-from axo.sharding import unshard
 
 _INDEX = "model.safetensors.index.json"
 _TENSORS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -53,92 +52,88 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         ValueError: The model has no configuration of Hugging Face's, ranks were given different arguments, or rank 0
             could not write; the same on every rank.
     """
-    check_kinds(model, None)
-    group = checkpoint_group(communicators(model))
-    tensors = _tensors(model)
-    problem = f"save_pretrained: folder={folder!r} names no folder; give one"
-    if isinstance(folder, str | os.PathLike) and os.fspath(folder):
-        problem = _problem(model, tensors, folder)
-        folder = Path(folder).absolute()
-    number = isinstance(max_file_bytes, Real) and not isinstance(max_file_bytes, bool)
-    if not problem and not (number and max_file_bytes >= 1):
-        problem = f"save_pretrained: max_file_bytes={max_file_bytes!r} is no size; use a number of at least 1"
-    agree(group, problem, folder=str(folder), max_file_bytes=max_file_bytes)
-    folder = Path(folder)
-    files = _split(tensors, max_file_bytes)
-    writes, problem = rank_in(group) == 0, ""
-
-    def attempt(what: Path, write: Callable[..., None], *arguments: Any) -> None:
-        """Have rank 0 write, if nothing has gone wrong so far."""
-        nonlocal problem
+    state.check_kinds(model, None)
+    group = checkpoint_group(state.communicators(model))
+    tensors: dict[str, Parts] = {}
+    with on_all_ranks(group) as told:
+        told |= {"folder": str(folder), "max_file_bytes": max_file_bytes}
+        tensors = _checked(model, folder, max_file_bytes)
+    folder = Path(folder).absolute()
+    # OSError of the disk; the others of Hugging Face, of a configuration that JSON does not know.
+    errors = OSError, TypeError, ValueError
+    with on_all_ranks(group, errors, lambda error: _unwritable(folder, error)):
+        wholes = (parts.whole() for parts in tensors.values())
         try:
-            if writes and not problem:
-                write(*arguments)
-        except OSError as error:
-            problem = f"save_pretrained: {what} cannot be written: {error.strerror}"
-        except (TypeError, ValueError) as error:  # of Hugging Face, of a configuration that JSON does not know
-            problem = f"save_pretrained: {what} cannot be written: {error}"
-
-    attempt(folder, _write_words, model, folder, tensors)
-    for file, names in files.items():
-        wholes = (_whole(tensors[name]) for name in names)
-        described = {name: (tensors[name].dtype, _shape(tensors[name])) for name in names}
-        attempt(folder / file, safetensors.write, folder / file, described, wholes, {})
-        deque(wholes, maxlen=0)  # the other ranks, and rank 0 after a failure, still take part in every gather
-    if len(files) > 1:
-        attempt(folder, _write_index, folder, files, tensors)
-    attempt(folder, _remove_others, folder, {*files, _INDEX} if len(files) > 1 else {*files})
-    agree(group, problem)
+            if rank_in(group) == 0:
+                _write(model, folder, tensors, wholes, max_file_bytes)
+        except errors:
+            deque(wholes, maxlen=0)  # the other ranks wait in every gather
+            raise
+        deque(wholes, maxlen=0)
     return folder
 
 
-def _problem(model: nn.Module, tensors: dict[str, torch.Tensor], folder: str | os.PathLike[str]) -> str:
+def _checked(model: nn.Module, folder: Any, max_file_bytes: Any) -> dict[str, Parts]:
+    """Check the arguments. Returns name -> tensor: parameters and buffers, each under its first name."""
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise ValueError(f"save_pretrained: folder={folder!r} names no folder; give one")
     if is_stage(model):
-        return (
+        raise ValueError(
             "save_pretrained: this model is one stage of a pipeline; save a checkpoint (axo.checkpoint.save), and load"
             " it without stages"
         )
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
-        return (
+        raise ValueError(
             f"save_pretrained: {type(model).__qualname__} has no config of Hugging Face's; use axo.checkpoint.save, or,"
             " for a model of LitGPT's, axo consolidate and litgpt convert_from_litgpt"
         )
-    try:
-        check_local(folder)
-        for name, tensor in tensors.items():
-            check_storage(name, tensor)
-            safetensors.check_dtype(name, tensor.dtype)
-    except ValueError as error:
-        return str(error)
-    return ""
+    check_local(folder)
+    tensors = state.parts(state.model_entries(model)[0])
+    for name, parts in tensors.items():
+        safetensors.check_dtype(name, parts.local.dtype)
+    if not isinstance(max_file_bytes, Real) or isinstance(max_file_bytes, bool) or not float(max_file_bytes) >= 1:
+        raise ValueError(f"save_pretrained: max_file_bytes={max_file_bytes!r} is no size; use a number of at least 1")
+    return tensors
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, each under its first name."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor):
-            found.setdefault(id(value), (name, value))
-    return dict(found.values())
+def _unwritable(folder: Path, error: Exception) -> str:
+    where, why = (error.filename or folder, error.strerror) if isinstance(error, OSError) else (folder, error)
+    return f"save_pretrained: {where} cannot be written: {why}"
 
 
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    placement = placement_of(tensor)
-    return tuple(tensor.shape) if placement is None else placement.global_shape
+def _write(model: Any, folder: Path, tensors: dict[str, Parts], wholes: Iterator[torch.Tensor], most: int) -> None:
+    """Write the configuration, the tensors as they come, and which of them lies in which file."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    dtypes = [parts.local.dtype for parts in tensors.values() if parts.local.is_floating_point()]
+    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtypes[0]).removeprefix("torch."))
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+    described = {name: (tuple(parts.shape), parts.local.dtype) for name, parts in tensors.items()}
+    files = _split(described, most)
+    for file, names in files.items():
+        safetensors.write(folder / file, {name: described[name] for name in names}, islice(wholes, len(names)), {})
+    written = {*files}
+    if len(files) > 1:  # once they are there: an earlier save's index holds until then
+        written.add(_INDEX)
+        size = sum(safetensors.bytes_of(*each) for each in described.values())
+        where = {name: file for file, names in files.items() for name in names}
+        with whole_file(folder / _INDEX) as unfinished:
+            unfinished.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2))
+    for path in folder.iterdir():  # from_pretrained takes a model.safetensors before any other
+        if _TENSORS.fullmatch(path.name) and path.name not in written:
+            path.unlink()
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    placement = placement_of(tensor)
-    return tensor.detach() if placement is None else unshard(tensor.detach(), placement)
-
-
-def _split(tensors: dict[str, torch.Tensor], most: int) -> dict[str, list[str]]:
+def _split(described: safetensors.Described, most: int) -> dict[str, list[str]]:
     """File -> names of the tensors in it."""
     parts: list[list[str]] = []
-    room = 0
-    for name, tensor in tensors.items():
-        size = math.prod(_shape(tensor)) * tensor.dtype.itemsize
-        if not parts or size > room:
+    room = -math.inf
+    for name, each in described.items():
+        size = safetensors.bytes_of(*each)
+        if size > room:
             parts.append([])
             room = most
         parts[-1].append(name)
@@ -146,30 +141,3 @@ def _split(tensors: dict[str, torch.Tensor], most: int) -> dict[str, list[str]]:
     if len(parts) < 2:
         return {"model.safetensors": parts[0] if parts else []}
     return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": names for number, names in enumerate(parts, 1)}
-
-
-def _remove_others(folder: Path, kept: set[str]) -> None:
-    """Remove tensor files of an earlier save: ``from_pretrained`` takes a model.safetensors before any other."""
-    for path in folder.iterdir():
-        if _TENSORS.fullmatch(path.name) and path.name not in kept:
-            path.unlink()
-
-
-def _write_words(model: Any, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """The configuration."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtypes[0]).removeprefix("torch."))
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(folder)
-
-
-def _write_index(folder: Path, files: dict[str, list[str]], tensors: dict[str, torch.Tensor]) -> None:
-    """Which tensor lies in which file, once these are there: an earlier save's index holds until then."""
-    size = sum(math.prod(_shape(tensor)) * tensor.dtype.itemsize for tensor in tensors.values())
-    where = {name: file for file, names in files.items() for name in names}
-    with whole_file(folder / _INDEX) as unfinished:
-        unfinished.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2))

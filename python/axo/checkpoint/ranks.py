@@ -1,10 +1,16 @@
-"""What the ranks of a save or a load tell each other: one process group, apart from training's, and shared errors."""
+"""What the ranks of a save or a load tell each other: one process group, apart from training's, and shared errors.
+
+A save that goes on while training does uses that group too, so whoever wants it waits for the save.
+"""
 
 from __future__ import annotations
 
 import io
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,19 +21,61 @@ from axo.errors import Error
 _MOST = 1 << 30  # bytes that a rank may send: the extras of a run are the largest
 
 
-class Running(Protocol):
-    """A save on its way to disk: ``axo.checkpoint.Save``."""
+class Save:
+    """A checkpoint on its way to disk.
 
-    def wait(self) -> object: ...
+    Attributes:
+        path: Where it will be.
+    """
 
-    def finish(self) -> None: ...
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on another thread; where the system has none left, on this one."""
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+
+        thread = threading.Thread(target=run, name=f"axo {self.path.name}")
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError:
+            run()
+
+    def wait(self) -> Path:
+        """Block until it is complete, and return where.
+
+        Raises:
+            CheckpointError: It failed; on every rank, and once.
+        """
+        self.finish()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.path
+
+    def finish(self) -> None:
+        """Block until it has ended; an error is kept for ``wait``."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._thread is None or not self._thread.is_alive()
 
 
 class PendingSave:
     """The save under way in this process. There is one at a time, so that host memory holds one copy at most."""
 
     def __init__(self) -> None:
-        self.save: Running | None = None
+        self.save: Save | None = None
 
     def wait(self) -> None:
         """Block until it has ended, and raise its error."""
@@ -112,6 +160,34 @@ def share_path(comms: Communicators | None, path: Path | None) -> Path | None:
     """Rank 0's path, on every rank."""
     shared = share(checkpoint_group(comms), path and str(path))[0]
     return None if shared is None else Path(shared)
+
+
+@contextmanager
+def on_all_ranks(
+    group: dist.ProcessGroup | None,
+    errors: tuple[type[Exception], ...] = (ValueError,),
+    say: Callable[[Any], str] = str,
+) -> Iterator[dict[str, Any]]:
+    """A block that every rank runs: an error of one rank is every rank's.
+
+    Args:
+        group: The ranks.
+        errors: What is told to the others; anything else is this rank's alone.
+        say: The message of one.
+
+    Yields:
+        A dict: what the block puts there must be the same on all ranks.
+
+    Raises:
+        ValueError: At the end of the block: some rank had an error, or put other values there; the same on every rank.
+    """
+    arguments: dict[str, Any] = {}
+    problem = ""
+    try:
+        yield arguments
+    except errors as error:
+        problem = say(error)
+    agree(group, problem, **arguments)
 
 
 def agree(group: dist.ProcessGroup | None, problem: str, value: Any = None, **arguments: Any) -> Any:

@@ -1,7 +1,7 @@
 """load: every rank reads the chunks that overlap its own part, from a checkpoint of any grid or from a plain file.
 
-First the checkpoint's metadata is compared with the model on every rank, so that a checkpoint of another model is one
-error everywhere and nothing has changed. Then ``storage`` reads into the parameters where they lie. No rank ever
+First what the checkpoint says it holds is compared with the model on every rank, so that a checkpoint of another model
+is one error everywhere and nothing has changed. Then ``storage`` reads into the parameters where they lie. No rank ever
 holds a whole tensor that is split; of a plain file (.pth, .safetensors) tensors are mapped, and each rank cuts its own.
 """
 
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
@@ -23,7 +22,7 @@ from axo import files
 from axo.checkpoint import folder as folders
 from axo.checkpoint import state
 from axo.checkpoint.parts import Parts
-from axo.checkpoint.ranks import agree, checkpoint_group, number_of, rank_in, share
+from axo.checkpoint.ranks import checkpoint_group, number_of, on_all_ranks, rank_in, share
 from axo.checkpoint.storage import read_bytes, read_into, read_metadata, read_plain
 from axo.comm.connect import Communicators
 from axo.nn.elsewhere import renamed
@@ -45,7 +44,6 @@ class Loaded:
     step: int = 0
     extra: Any = None
     grid: str | None = None
-    head: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 def load(
@@ -83,35 +81,38 @@ def load(
     state.check_kinds(model, optimizer)
     comms = comms if comms is not None else state.communicators(model)
     group = checkpoint_group(comms)
-    given, problem, found, work = "", "", None, None
-    try:
+    given, newest, stages = path, None, 1 if comms is None else comms.stages
+    shapes: dict[str, tuple[int, ...]] = {}
+    optimized: set[str] = set()
+    with on_all_ranks(group, (ValueError, OSError), lambda error: _said(given, error)) as told:
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise ValueError(f"checkpoint: path={path!r}: the path is empty; name a checkpoint or a folder of them")
         folders.check_local(path)
         given = os.path.abspath(path)
-        found = str(_find(Path(given))) if rank_in(group) == 0 else None
-    except (ValueError, OSError) as error:
-        problem = _said(given or path, error)
-    # Rank 0's: another rank might find a newer one.
-    found = agree(
-        group, problem, found, path=given, optimizer=state.kind_of(optimizer), strict=strict, rng=rng, trust=trust
-    )
-    others = _Elsewhere.of(model, optimizer, comms, group)
-    try:
-        work = _open(Path(found), model, optimizer, strict, verify, trust, others)
-    except _UNREADABLE as error:
-        problem = _said(found, error)
-    agree(group, problem)
-    assert work is not None
-    loaded = Loaded(work.path)
+        newest = str(_resolve(Path(given))) if rank_in(group) == 0 else None
+        told |= {"path": given, "optimizer": state.kind_of(optimizer), "strict": strict, "rng": rng, "trust": trust}
+        if stages > 1:
+            shapes = {name: tuple(parts.size()) for name, parts in _named(*state.model_entries(model)).items()}
+            if optimizer is not None:
+                optimized = {name for names in state.parameter_names(model, optimizer) for name in names}
+    every = share(group, (newest, shapes, optimized))
+    chosen = Path(every[0][0])  # rank 0's: another rank might find a newer one
+    for _, of_stage, optimized_there in every:
+        shapes, optimized = shapes | of_stage, optimized | optimized_there
+    with on_all_ranks(group, _UNREADABLE, lambda error: _said(chosen, error)):
+        source = _PlainFile(chosen, trust) if chosen.is_file() else _Folder(chosen, verify, trust)
+        load = _Load(source, model, optimizer, strict, shapes, optimized)
     for engine in engines(model):
         engine.settle()
-    try:
-        loaded = work.read(number_of(comms), rng)
-    except _UNREADABLE as error:
-        problem = _said(work.path, error)
-    agree(group, problem)
+    with on_all_ranks(group, _UNREADABLE, lambda error: _said(chosen, error)):
+        loaded = load.read(number_of(comms), rng)
     return loaded
+
+
+def _named(entries: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Parts]:
+    """Name -> what this rank has of each tensor of a model, under all its names."""
+    tensors = state.parts(entries)
+    return tensors | {alias: tensors[name] for alias, name in aliases.items()}
 
 
 def _said(path: str | os.PathLike[str], error: Exception) -> str:
@@ -122,137 +123,143 @@ def _said(path: str | os.PathLike[str], error: Exception) -> str:
     return f"checkpoint: {path} cannot be read: {kind}{error}"
 
 
-@dataclass(frozen=True)
-class _Elsewhere:
-    """What the other stages of a pipeline hold: the shapes of their tensors, and the parameters of their optimizers."""
+class _PlainFile:
+    """A plain state_dict.
 
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    optimized: frozenset[str] = frozenset()
+    Attributes:
+        tensors: Name -> shape and dtype. aliases: Name -> the other under which the tensor is listed.
+        head: What the entry of that name says (``read_head``). has_optimizer: Whether the state of one is there.
+    """
 
-    @classmethod
-    def of(
-        cls, model: nn.Module, optimizer: Optimizer | None, comms: Communicators | None, group: dist.ProcessGroup | None
-    ) -> _Elsewhere:
-        """Collective where there are several stages."""
-        if comms is None or comms.stages == 1:
-            return cls()
-        entries, aliases = state.model_entries(model)
-        shapes = {name: tuple(value.size()) for name, value in state.parts(entries).items()}
-        shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-        optimized: set[str] = set()
-        if optimizer is not None:
-            names = {id(parameter) for parameter in model.parameters()}
-            if all(id(one) in names for each in optimizer.param_groups for one in each["params"]):  # else refused later
-                optimized = {name for each in state.parameter_names(model, optimizer) for name in each}
-        told = share(group, (shapes, optimized))
-        joined: dict[str, tuple[int, ...]] = {}
-        for theirs, _ in told:
-            joined |= theirs
-        return cls(joined, frozenset().union(*(theirs for _, theirs in told)))
+    has_optimizer = False
 
+    def __init__(self, path: Path, trust: bool) -> None:
+        self.path, self.aliases = path, dict[str, str]()
+        self.head: dict[str, Any] = {"step": 0, "extra": None, "grid": None, "ranks": 1}
+        values = read_state_dict(path, trust)
+        self._values = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        self.tensors = {name: (tuple(value.shape), value.dtype) for name, value in self._values.items()}
 
-class _File:
-    """A plain state_dict, to be read into the model."""
+    def read(self, entries: dict[str, Any]) -> None:
+        """Fill :class:`Parts`, and replace other values."""
+        for entry, parts in entries.items():
+            if isinstance(parts, Parts):
+                parts.fill(self._values[entry.removeprefix(f"{state.MODEL}/")])
 
-    def __init__(self, path: Path, model: nn.Module, strict: bool, trust: bool, others: _Elsewhere) -> None:
-        self.path, self.model = path, model
-        self.values = read_state_dict(path, trust)
-        shapes = {name: tuple(value.shape) for name, value in self.values.items() if isinstance(value, torch.Tensor)}
-        wanted = {
-            name: tuple(placement.global_shape if (placement := state.placement_of(value)) else value.shape)
-            for name, value in model.state_dict(keep_vars=True).items()
-            if isinstance(value, torch.Tensor)
-        }
-        compare(path, "the model", shapes, {**others.shapes, **wanted}, strict)
-        dtypes = {name: value.dtype for name, value in self.values.items() if isinstance(value, torch.Tensor)}
-        _check_casts(path, dtypes, model.state_dict(keep_vars=True))
-        for name, alias in _shared(state.model_entries(model)[1], model, self.values.keys()):
-            _check_equal(path, name, alias, self.values[name], self.values[alias])
-
-    def read(self, rank: int, rng: bool) -> Loaded:
-        own = self.model.state_dict(keep_vars=True)
-        with torch.no_grad():
-            for name, value in self.values.items():
-                target = own.get(name)
-                if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor):
-                    placement = state.placement_of(target)
-                    target.copy_(value if placement is None else placement.take(value))
-        return Loaded(self.path)
+    def holds(self, entry: str) -> bool:
+        return entry.removeprefix(f"{state.MODEL}/") in self._values
 
 
 class _Folder:
-    """A checkpoint, to be read into model and optimizer."""
+    """A checkpoint; see :class:`_PlainFile`."""
+
+    def __init__(self, path: Path, verify: bool, trust: bool) -> None:
+        self.path, self.verify = path, verify
+        self.metadata = read_metadata(path, verify, trust)
+        self.head = read_head(path, self.metadata, verify)
+        self.aliases: dict[str, str] = self.head["aliases"]
+        self.tensors = tensors_of(self.metadata, state.MODEL)
+        self.has_optimizer = self.holds(state.OPTIMIZER)
+
+    def read(self, entries: dict[str, Any]) -> None:
+        read_into(self.path, self.metadata, entries, self.verify)
+
+    def holds(self, entry: str) -> bool:
+        return entry in self.metadata.state_dict_metadata
+
+
+class _Load:
+    """What is to be read into model and optimizer.
+
+    Args:
+        source: What it is read from.
+        model, optimizer, strict: As of :func:`load`.
+        shapes: Of the tensors of all stages of a pipeline.
+        optimized: Names of the parameters of all stages' optimizers.
+
+    Raises:
+        ValueError: It is of others.
+    """
 
     def __init__(
         self,
-        path: Path,
+        source: _PlainFile | _Folder,
         model: nn.Module,
         optimizer: Optimizer | None,
         strict: bool,
-        verify: bool,
-        trust: bool,
-        others: _Elsewhere,
+        shapes: Mapping[str, tuple[int, ...]],
+        optimized: Collection[str],
     ) -> None:
-        self.path, self.model, self.optimizer, self.verify = path, model, optimizer, verify
-        self.metadata = read_metadata(path, verify, trust)
-        self.head = read_head(path, self.metadata, verify)
+        meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        if meta:
+            raise ValueError(
+                f"checkpoint: {meta[0]!r} has no storage (meta device); call model.to_empty(device=...) before load"
+            )
+        self.source, self.model, self.optimizer, path = source, model, optimizer, source.path
+        if optimizer is not None and not source.has_optimizer:
+            what = "holds" if isinstance(source, _Folder) else "is a plain state_dict and holds"
+            raise ValueError(f"checkpoint: {path} {what} no optimizer; load without one")
         self.entries, aliases = state.model_entries(model)
-        saved = shapes_of(self.metadata, state.MODEL)
-        saved |= {alias: saved[name] for alias, name in self.head["aliases"].items() if name in saved}
-        wanted = {name: tuple(value.size()) for name, value in state.parts(self.entries).items()}
-        wanted |= {alias: wanted[name] for alias, name in aliases.items()}
-        compare(path, "the model", saved, {**others.shapes, **wanted}, strict)
-        parts = {entry: value.local for entry, value in self.entries.items() if isinstance(value, Parts)}
-        entries = self.metadata.state_dict_metadata.items()
-        dtypes = {key: saved.properties.dtype for key, saved in entries if isinstance(saved, TensorStorageMetadata)}
-        _check_casts(path, dtypes, parts)
-        for name, alias in _shared(aliases, model, shapes_of(self.metadata, state.MODEL)):
-            whole: Any = self.entries[f"{state.MODEL}/{name}"]
-            both = [Parts(torch.empty_like(whole.local, device="cpu"), whole.placement) for _ in range(2)]
-            entries_of = (f"{state.MODEL}/{name}", f"{state.MODEL}/{alias}")
-            read_into(path, self.metadata, dict(zip(entries_of, both, strict=True)), verify)
-            _check_equal(path, name, alias, both[0].local, both[1].local)
-        self.entries = {entry: value for entry, value in self.entries.items() if self._known(entry)}
+        wanted = _named(self.entries, aliases)
+        of_file = source.tensors
+        saved = of_file | {alias: of_file[name] for alias, name in source.aliases.items() if name in of_file}
+        shapes = {**shapes} | {name: tuple(parts.size()) for name, parts in wanted.items()}
+        compare(path, "the model", {name: shape for name, (shape, _) in saved.items()}, shapes, strict)
+        _check_casts(path, saved, wanted)
+        moved = renamed(model)
+        for alias, name in aliases.items():  # names of one tensor in the model, and of two in what was saved
+            if {name, alias} <= of_file.keys() and alias not in moved:
+                self._check_equal(name, alias, wanted[name])
+        self._aliases = aliases
+        self.entries = {entry: value for entry, value in self.entries.items() if self._origin(entry) is not None}
         if optimizer is not None:
-            self._add_optimizer(optimizer, others)
+            assert isinstance(source, _Folder)
+            groups = read_bytes(path, source.metadata, state.OPTIMIZER, source.verify)["groups"]
+            listed = {name for group in groups for name in group["params"]}
+            own = {*optimized}.union(*state.parameter_names(model, optimizer))
+            compare(path, "the optimizer", dict.fromkeys(listed, ()), dict.fromkeys(own, ()), True)
+            self.entries |= state.optimizer_targets(model, optimizer, source.metadata)
 
-    def _known(self, entry: str) -> bool:
+    def _origin(self, entry: str) -> str | None:
+        """The entry of the checkpoint that is read for one of the model: two names may share a tensor."""
         name = entry.removeprefix(f"{state.MODEL}/")
-        return entry in self.metadata.state_dict_metadata or name in self.head["aliases"]
+        names = [name, *(alias for alias, first in self._aliases.items() if first == name)]
+        names += [self.source.aliases[each] for each in names if each in self.source.aliases]
+        entries = [entry, *(f"{state.MODEL}/{each}" for each in names)]
+        return next((each for each in entries if self.source.holds(each)), None)
 
-    def _add_optimizer(self, optimizer: Optimizer, others: _Elsewhere) -> None:
-        if state.OPTIMIZER not in self.metadata.state_dict_metadata:
-            raise ValueError(f"checkpoint: {self.path} holds no optimizer; load without one")
-        groups = read_bytes(self.path, self.metadata, state.OPTIMIZER, self.verify)["groups"]
-        saved = {name for group in groups for name in group["params"]}
-        wanted = others.optimized.union(*state.parameter_names(self.model, optimizer))
-        compare(self.path, "the optimizer", dict.fromkeys(saved, ()), dict.fromkeys(wanted, ()), True)
-        self.entries |= state.optimizer_targets(self.model, optimizer, self.metadata)
+    def _check_equal(self, name: str, alias: str, parts: Parts) -> None:
+        """Refuse to drop one of two tensors."""
+        both = [Parts(torch.empty_like(parts.local, device="cpu"), parts.placement) for _ in range(2)]
+        self.source.read({f"{state.MODEL}/{each}": one for each, one in zip((name, alias), both, strict=True)})
+        one, other = (each.local.contiguous().reshape(-1).view(torch.uint8) for each in both)
+        if not torch.equal(one, other):
+            raise ValueError(
+                f"checkpoint: {self.source.path} has other values in {name!r} than in {alias!r}, which are one tensor"
+                " in the model: one of the two would be lost; load into a model that does not share it"
+            )
 
     def read(self, rank: int, rng: bool) -> Loaded:
+        """Fill the model, the optimizer and the generators."""
+        source, head = self.source, self.source.head
         wanted: dict[str, Any] = {}
         for entry, value in self.entries.items():
-            source = self._source(entry)
-            if source in wanted:  # one tensor there, two here
-                read_into(self.path, self.metadata, {source: value}, self.verify)
-            wanted.setdefault(source, value)
-        own = f"{state.RNG}/{rank % self.head['ranks']}"
-        if rng and own in self.metadata.state_dict_metadata:
-            wanted[own] = None
-        read_into(self.path, self.metadata, wanted, self.verify)
+            origin = self._origin(entry)
+            assert origin is not None
+            if origin in wanted:  # one tensor there, two here
+                source.read({origin: value})
+            wanted.setdefault(origin, value)
+        generators = f"{state.RNG}/{rank % head['ranks']}"
+        if rng and source.holds(generators):
+            wanted[generators] = None
+        source.read(wanted)
         if self.optimizer is not None:
             state.set_optimizer(self.model, self.optimizer, wanted)
         state.set_extra_state(self.model, wanted)
-        if wanted.get(own) is not None:
-            state.set_rng_state(wanted[own])
-            state.set_dropout_state(self.model, self.head["dropout"])
-        return Loaded(self.path, self.head["step"], self.head["extra"], self.head["grid"], self.head)
-
-    def _source(self, entry: str) -> str:
-        """Under which name the checkpoint holds an entry: two names may have shared one tensor when it was saved."""
-        if entry in self.metadata.state_dict_metadata:
-            return entry
-        return f"{state.MODEL}/{self.head['aliases'][entry.removeprefix(f'{state.MODEL}/')]}"
+        if wanted.get(generators) is not None:
+            state.set_rng_state(wanted[generators])
+            state.set_dropout_state(self.model, head["dropout"])
+        return Loaded(source.path, head["step"], head["extra"], head["grid"])
 
 
 def read_head(path: Path, metadata: Metadata, verify: bool = True) -> dict[str, Any]:
@@ -276,38 +283,16 @@ def read_head(path: Path, metadata: Metadata, verify: bool = True) -> dict[str, 
     return head
 
 
-def _find(path: Path) -> Path:
+def _resolve(path: Path) -> Path:
     if path.is_file() and (path.parent / folders.MARKER).is_file() and path.suffix not in (".pth", ".safetensors"):
         raise ValueError(f"checkpoint: {path} is a file of a checkpoint; give the folder, {path.parent}")
     return path if path.is_file() else folders.resolve(path)
 
 
-def _open(
-    path: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    strict: bool,
-    verify: bool,
-    trust: bool,
-    others: _Elsewhere,
-) -> _File | _Folder:
-    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if meta:
-        raise ValueError(
-            f"checkpoint: {meta[0]!r} has no storage (meta device); call model.to_empty(device=...) before load"
-        )
-    if not path.is_file():
-        return _Folder(path, model, optimizer, strict, verify, trust, others)
-    file = _File(path, model, strict, trust, others)
-    if optimizer is not None:
-        raise ValueError(f"checkpoint: {path} is a plain state_dict and holds no optimizer; load without one")
-    return file
-
-
-def shapes_of(metadata: Metadata, kind: str) -> dict[str, tuple[int, ...]]:
-    """Name -> whole shape of the tensors of one kind."""
+def tensors_of(metadata: Metadata, kind: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name -> whole shape and dtype of the tensors of one kind."""
     return {
-        entry.removeprefix(f"{kind}/"): tuple(saved.size)
+        entry.removeprefix(f"{kind}/"): (tuple(saved.size), saved.properties.dtype)
         for entry, saved in metadata.state_dict_metadata.items()
         if entry.startswith(f"{kind}/") and isinstance(saved, TensorStorageMetadata)
     }
@@ -343,40 +328,20 @@ def compare(
         raise ValueError(f"checkpoint: {path} is of another model: " + "; ".join(problems))
 
 
-def _check_casts(path: Path, saved: Mapping[str, torch.dtype], wanted: Mapping[str, Any]) -> None:
+def _check_casts(path: Path, saved: Mapping[str, tuple[Any, torch.dtype]], wanted: Mapping[str, Parts]) -> None:
     """Refuse what would cut off fractions, imaginary parts or all but a truth value.
 
     Raises:
         ValueError: Names the first few.
     """
     lossy = [
-        f"{name.removeprefix(f'{state.MODEL}/')} is {saved[name]} there and {tensor.dtype} here"
-        for name, tensor in wanted.items()
-        if name in saved and isinstance(tensor, torch.Tensor) and not torch.can_cast(saved[name], tensor.dtype)
+        f"{name} is {saved[name][1]} there and {parts.local.dtype} here"
+        for name, parts in wanted.items()
+        if name in saved and not torch.can_cast(saved[name][1], parts.local.dtype)
     ]
     if lossy:
         listed = "; ".join(_listed(lossy, "values of %d tensors would be lost"))
         raise ValueError(f"checkpoint: {path}: {listed}; make the model with a dtype that holds them")
-
-
-def _shared(aliases: Mapping[str, str], model: nn.Module, saved: Collection[str]) -> list[tuple[str, str]]:
-    """Pairs of names that stand for one tensor in the model and for two in what was saved."""
-    moved = renamed(model)
-    return [(name, alias) for alias, name in aliases.items() if {name, alias} <= set(saved) and alias not in moved]
-
-
-def _check_equal(path: Path, name: str, alias: str, first: torch.Tensor, second: torch.Tensor) -> None:
-    """Refuse to drop one of two tensors.
-
-    Raises:
-        ValueError: They are not the same to the bit.
-    """
-    one, other = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (first, second))
-    if not torch.equal(one, other):
-        raise ValueError(
-            f"checkpoint: {path} has other values in {name!r} than in {alias!r}, which are one tensor in the model: one"
-            " of the two would be lost; load into a model that does not share it"
-        )
 
 
 def _shape(shape: Iterable[int]) -> str:

@@ -16,12 +16,11 @@ import re
 import secrets
 import socket
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 from axo import files
 from axo.checkpoint import folder as folders
-from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
+from axo.checkpoint.ranks import checkpoint_group, on_all_ranks, rank_in, share
 from axo.comm.connect import Communicators
 
 IDENTITY = "axo-run.json"
@@ -63,29 +62,25 @@ class Run:
         self._holder = os.getpid()
         group = checkpoint_group(comms)
 
-        def claim() -> str:
-            if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-                raise ValueError(f"checkpoint: folder={folder!r} names no folder; give the run's own")
-            folders.check_local(folder)
-            self._folder = Path(folder).absolute()
-            return self._claim(self._folder, Path(checkpoints or folder), resume, overwrite)
-
-        problem, found = self._attempt(claim) if rank_in(group) == 0 else ("", "")
-        where = str(folder)
+        identity = ""
         try:
-            self.id: str = agree(group, problem, found, folder=where, resume=resume, overwrite=overwrite)
+            with on_all_ranks(group, (ValueError, OSError), self._say) as told:
+                told |= {"folder": str(folder), "resume": resume, "overwrite": overwrite}
+                if rank_in(group) == 0:
+                    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+                        raise ValueError(f"checkpoint: folder={folder!r} names no folder; give the run's own")
+                    folders.check_local(folder)
+                    self._folder = Path(folder).absolute()
+                    identity = self._claim(self._folder, Path(checkpoints or folder), resume, overwrite)
+            self.id: str = share(group, identity)[0]
         except BaseException:
             self.close()
             raise
 
-    def _attempt(self, claim: Callable[[], str]) -> tuple[str, str]:
-        try:
-            return "", claim()
-        except ValueError as error:
-            return str(error), ""
-        except OSError as error:
-            where = error.filename2 or error.filename or self._folder
-            return f"checkpoint: {where} cannot be used: {error.strerror}", ""
+    def _say(self, error: ValueError | OSError) -> str:
+        if not isinstance(error, OSError):
+            return str(error)
+        return f"checkpoint: {error.filename2 or error.filename or self._folder} cannot be used: {error.strerror}"
 
     def hold(self) -> None:
         """Take the folder once more where it was moved or removed since, with a warning. Every rank calls it.
@@ -94,12 +89,14 @@ class Run:
             ValueError: Another has it by now; on every rank.
         """
         group = checkpoint_group(self._comms)
-        agree(group, self._attempt(self._claim_again)[0] if rank_in(group) == 0 else "")
+        with on_all_ranks(group, (ValueError, OSError), self._say):
+            if rank_in(group) == 0:
+                self._claim_again()
 
-    def _claim_again(self) -> str:
+    def _claim_again(self) -> None:
         folder, lost = Path(self._folder), self._lock
         if lost < 0 or files.is_open(folder / _LOCK, lost):
-            return self.id
+            return
         folders.make_folder(folder)
         try:
             self._hold(folder)
@@ -116,9 +113,8 @@ class Run:
             f"axo: {folder}, or its {_LOCK}, was moved or removed while a run held it; the run goes on there, and what"
             " it wrote before is where that was moved to",
             UserWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
-        return self.id
 
     def __enter__(self) -> Run:
         return self

@@ -23,7 +23,7 @@ _NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def write(out: Path, described: Described, tensors: Iterable[torch.Tensor], extra: dict[str, str]) -> None:
@@ -31,7 +31,7 @@ def write(out: Path, described: Described, tensors: Iterable[torch.Tensor], extr
 
     Args:
         out: The file.
-        described: Name -> dtype and shape.
+        described: Name -> shape and dtype.
         tensors: The tensors, in the same order.
         extra: Words to keep beside them.
 
@@ -40,9 +40,9 @@ def write(out: Path, described: Described, tensors: Iterable[torch.Tensor], extr
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **extra}}
     end = 0
-    for name, (dtype, shape) in described.items():
+    for name, (shape, dtype) in described.items():
         check_dtype(name, dtype)
-        start, end = end, end + math.prod(shape) * dtype.itemsize
+        start, end = end, end + bytes_of(shape, dtype)
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -51,6 +51,11 @@ def write(out: Path, described: Described, tensors: Iterable[torch.Tensor], extr
         for tensor in tensors:
             if tensor.numel():
                 file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * dtype.itemsize
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:

@@ -10,11 +10,12 @@ Not here: files; state whose shape is another and whose parameter is split (Adaf
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import itertools
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from axo.comm.connect import Communicators
 from axo.nn.dropout import Dropout
 from axo.nn.elsewhere import renamed
 from axo.overlap import optimizer_state
-from axo.placement import Placement, placement_of
+from axo.placement import placement_of
 
 MODEL, OPTIMIZER, RNG, HEAD = "model", "optimizer", "rng", "axo"
 FORMAT = 2
@@ -67,62 +68,44 @@ def reason(error: BaseException) -> str:
 
 def digest(value: Any) -> str:
     """A few letters that are equal for equal plain values and tensors, on whatever rank they were made."""
-    hasher = hashlib.blake2b(digest_size=6)
 
-    def add(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-                return
-            hasher.update(
-                value.detach()
-                .cpu()
-                .resolve_conj()
-                .resolve_neg()
-                .contiguous()
-                .reshape(-1)
-                .view(torch.uint8)
-                .numpy()
-                .data
-            )
-        elif isinstance(value, Mapping):
-            hasher.update(f"dict {len(value)}".encode())
-            for key in sorted(value, key=repr):
-                add(key)
-                add(value[key])
-        elif (numbers := _numbers(value)) is not None:
-            hasher.update(f"{numbers.dtype} {len(numbers)};".encode())
-            hasher.update(numbers.data)
-        elif isinstance(value, list | tuple | set):
-            hasher.update(f"list {len(value)}".encode())
-            for each in sorted(value, key=repr) if isinstance(value, set) else value:
-                add(each)
-        else:
-            hasher.update(f"{type(value).__name__} {value!r};".encode())
-
-    add(value)
-    return hasher.hexdigest()
+    text = repr(_walk(value, _shown, lambda numbers: numbers))
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-def _numbers(value: Any) -> np.ndarray | None:
-    """A list of floats, or of whole numbers of 64 bits, as an array: looked at one by one, each takes 3 us."""
-    kinds = set(map(type, value)) if type(value) in (list, tuple) else None
-    if kinds == {float}:
-        found = np.array(value)
-        found[np.isnan(found)] = np.nan  # all of the same bits
-        return found
-    with contextlib.suppress(OverflowError):
-        return np.array(value, np.int64) if kinds == {int} else None
-    return None
+def _shown(leaf: Any) -> Any:
+    if isinstance(leaf, set):
+        return sorted(map(repr, leaf))  # whose order is another on each rank
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    plain = leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_meta
+    return leaf.dtype, tuple(leaf.shape), hashlib.blake2b(bytes_of(on_host(leaf)) if plain else b"").hexdigest()
 
 
 def without_numbers(value: Any) -> Any:
     """The value without its lists of numbers, which are always saved and read well."""
-    if _numbers(value) is not None:
-        return type(value)()
+    return _walk(value, lambda leaf: leaf, lambda numbers: type(numbers)())
+
+
+def _walk(value: Any, leaf: Callable[[Any], Any], numbers: Callable[[Any], Any]) -> Any:
+    """A plain value with what stands for its leaves, and for its lists of numbers: one by one, each takes 3 us."""
     if type(value) in (list, tuple):
-        return type(value)(map(without_numbers, value))
-    return {key: without_numbers(each) for key, each in value.items()} if type(value) is dict else value
+        if set(map(type, value)) <= {int, float, bool}:
+            return numbers(value)
+        return type(value)(_walk(each, leaf, numbers) for each in value)
+    if type(value) in (dict, OrderedDict):
+        return {key: _walk(value[key], leaf, numbers) for key in sorted(value, key=repr)}
+    return leaf(value)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in host memory, contiguous, its bytes the values that it shows."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def check_storage(name: str, tensor: torch.Tensor) -> None:
@@ -152,17 +135,11 @@ def communicators(model: nn.Module) -> Communicators | None:
     Raises:
         ValueError: They are of two grids.
     """
-    found = [placement.comms for _, placement in _placed(model) if placement.comms is not None]
-    if any(comms is not found[0] for comms in found):
+    placements = [placement_of(parameter) for parameter in model.parameters()]
+    comms = list({id(p.comms): p.comms for p in placements if p is not None and p.comms is not None}.values())
+    if len(comms) > 1:
         raise ValueError("checkpoint: the model's layers lie on different grids; save each grid's part by itself")
-    return found[0] if found else None
-
-
-def _placed(model: nn.Module) -> Iterator[tuple[str, Placement]]:
-    for name, parameter in model.named_parameters():
-        placement = placement_of(parameter)
-        if placement is not None:
-            yield name, placement
+    return comms[0] if comms else None
 
 
 def model_entries(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
@@ -338,14 +315,14 @@ def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]
     Raises:
         ValueError: A group's parameters were in several groups, or it is the state of another kind of optimizer.
     """
-    saved, read = loaded[OPTIMIZER], by_parameter(loaded)
+    saved = loaded[OPTIMIZER]
+    values = optimizer_values(saved, {key: each.local for key, each in loaded.items() if isinstance(each, Parts)})
     group_of = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
-    state: dict[int, dict[str, Any]] = {}
-    groups, index = [], 0
     names = parameter_names(model, optimizer)
     same_groups = len(names) == len(saved["groups"]) and all(
         group_of.get(name) == number for number, of_group in enumerate(names) for name in of_group
     )
+    groups = []
     for number, of_group in enumerate(names):
         sources = {group_of.get(name) for name in of_group} or ({number} if same_groups else set())
         if len(sources) > 1 or None in sources:
@@ -362,15 +339,26 @@ def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]
                 f"checkpoint: the optimizer that was saved is {kind}, and this is {type(optimizer).__name__} (it lacks"
                 f" {', '.join(lacks[:3])}); use the same, or load without one"
             )
-        options = own | options  # the same class of another version of torch may have had fewer
-        options["params"] = list(range(index, index + len(of_group)))
-        groups.append(options)
-        for name in of_group:
-            values = saved["values"].get(name, {}) | {key: parts.local for key, parts in read.get(name, {}).items()}
-            if values:
-                state[index] = values
-            index += 1
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+        groups.append(own | options | {"params": of_group})  # the same class of another torch may have had fewer
+    optimizer.load_state_dict(plain_optimizer(values, groups))
+
+
+def optimizer_values(saved: dict[str, Any], tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Parameter -> key -> value: plain ones are in the entry ``optimizer``, tensors in entries of their own."""
+    values = {name: dict(plain) for name, plain in saved["values"].items()}
+    for name, of_parameter in by_parameter(tensors).items():
+        values.setdefault(name, {}).update(of_parameter)
+    return values
+
+
+def plain_optimizer(values: dict[Any, dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What ``Optimizer.state_dict`` gives: parameters by number, in the order of the groups, which have their names."""
+    number = itertools.count()
+    numbers = {name: next(number) for group in groups for name in group["params"]}
+    return {
+        "state": {index: values[name] for name, index in numbers.items() if values.get(name)},
+        "param_groups": [group | {"params": [numbers[name] for name in group["params"]]} for group in groups],
+    }
 
 
 def _is_plain(value: Any) -> bool:

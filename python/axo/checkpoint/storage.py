@@ -3,8 +3,8 @@
 A tensor part is written by ``torch.save``, as DCP does, so plain DCP reads it. Beside DCP's record of where an entry
 lies, the metadata holds (position, bytes, checksum) of the part's raw data. Reading takes just these bytes, straight
 into the parameter where its memory holds the part in one piece. Other entries, and checkpoints without checksums, are
-read with ``torch.load``. A second thread hashes what is being written. Two threads read; each hashes what it has read
-while its core's own cache holds it.
+read with ``torch.load``. What is written or read is hashed MiB by MiB, while the core's own cache holds it, and two
+threads read.
 
 The checksum of the metadata itself stands in the marker (see ``folder``).
 """
@@ -13,38 +13,37 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 import zipfile
-from collections import deque
-from concurrent import futures
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from axo import files
 from axo.checkpoint import checksum, metadata, state
 from axo.checkpoint import folder as folders
-from axo.checkpoint.parts import LoadPlanner
 
-_PIECE = 2 << 20  # bytes that a thread takes at a time; at 8 MiB two look random to the disk's read-ahead
-_HOT = 1 << 20  # bytes that are read, then hashed: a core's own cache still holds most of them
+Item = TypeVar("Item")
+
+_HOT = 1 << 20  # bytes that are hashed at once: a core's own cache still holds most of them
 _MOST_METADATA = 1 << 30  # bytes: of some six million chunks
-_SMALL = 256 << 10  # bytes that are read or hashed at once: a hand-over to another thread takes longer
-_WRONG = (
-    "the checksum of what is there is not that of what was saved; use another checkpoint, or"
-    " axo.checkpoint.load(..., verify=False), which takes it as it is"
-)
+_UNVERIFIED = "axo.checkpoint.load(..., verify=False), which takes it as it is"
+_WRONG = f"the checksum of what is there is not that of what was saved; use another checkpoint, or {_UNVERIFIED}"
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 class Writer(dcp.FileSystemWriter):
@@ -53,8 +52,8 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
         try:
-            with open(Path(self.path) / name, "wb") as file, futures.ThreadPoolExecutor(1) as beside:
-                results = [_write(file, name, item, planner.resolve_data(item), beside) for item in plan.items]
+            with open(Path(self.path) / name, "wb") as file:
+                results = [_write(file, name, item, planner.resolve_data(item)) for item in plan.items]
                 file.flush()
                 os.fsync(file.fileno())
         except RuntimeError as error:
@@ -64,12 +63,64 @@ class Writer(dcp.FileSystemWriter):
         return future
 
 
-def _first_error(error: BaseException) -> BaseException:
-    """What torch's error of closing a file comes from: an error of the file before, or Ctrl-C; else itself."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError | KeyboardInterrupt):
-        cause = cause.__cause__ or cause.__context__
-    return cause or error
+def _write(file: BinaryIO, name: str, item: WriteItem, data: torch.Tensor | io.BytesIO) -> WriteResult:
+    start = file.tell()
+    checked: tuple[int, int, str] | None = None
+    if isinstance(data, io.BytesIO):
+        view = data.getbuffer()
+        file.write(view)
+        checked = start, len(view), checksum.of(view)
+    else:
+        tensor = state.on_host(data)
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # torch.save writes whole storages
+        watched = _WatchedFile(file, tensor)
+        watched.save(tensor)
+        if tensor.nbytes:
+            assert watched.position is not None, "torch.save copied the tensor's bytes before it wrote them"
+            checked = watched.position, tensor.nbytes, checksum.text(watched.value)
+    length = file.tell() - start
+    info = _StorageInfo(name, start, length)
+    info.checked = checked  # type: ignore[attr-defined] # DCP keeps what it does not know
+    return WriteResult(index=item.index, size_in_bytes=length, storage_data=info)
+
+
+class _WatchedFile:
+    """A file into which ``torch.save`` writes, and where in it the bytes of one tensor, if it is given, went.
+
+    Attributes:
+        position: Where they begin.
+        value: Their checksum.
+    """
+
+    def __init__(self, file: BinaryIO, tensor: torch.Tensor | None = None) -> None:
+        self._file, self._tensor = file, tensor
+        self.position: int | None = None
+        self.value = 0
+        self._is_over = False
+
+    def save(self, value: Any) -> None:
+        try:
+            torch.save(value, self)  # type: ignore[arg-type]
+        finally:
+            self._is_over = True
+
+    def write(self, data: memoryview) -> int:
+        if self._is_over:  # torch's writer, freed after an error, writes the archive's end, and would abort the process
+            return len(data)
+        tensor = self._tensor
+        if tensor is None or len(data) != tensor.nbytes:
+            return self._file.write(data)
+        if np.frombuffer(data, np.uint8).ctypes.data != tensor.data_ptr():
+            return self._file.write(data)
+        self.position = self._file.tell()
+        for start in range(0, len(data), _HOT):
+            self._file.write(data[start : start + _HOT])
+            self.value = checksum.update(self.value, data[start : start + _HOT])
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def save_plain(value: Any, path: Path) -> None:
@@ -79,76 +130,18 @@ def save_plain(value: Any, path: Path) -> None:
         OSError: It cannot be written.
     """
     with open(path, "wb") as file:
-        passed_on = _Locate(file)
         try:
-            torch.save(value, passed_on)  # type: ignore[arg-type]
+            _WatchedFile(file).save(value)
         except RuntimeError as error:
             raise _first_error(error) from None
-        finally:
-            passed_on.ended = True
 
 
-class _Locate:
-    """Passes writes on to a file, and notes where the bytes of one tensor, if it is given, went.
-
-    Writes after ``ended`` are dropped: torch's writer, when it is freed after an error (Ctrl-C), writes the end of its
-    archive, and an error of that write would abort the process.
-    """
-
-    def __init__(self, file: BinaryIO, tensor: torch.Tensor | None = None) -> None:
-        self._file, self._tensor = file, tensor
-        self.position: int | None = None
-        self.ended = False
-
-    def write(self, data: memoryview) -> int:
-        if self.ended:
-            return len(data)
-        tensor = self._tensor
-        if tensor is not None and len(data) == tensor.nbytes:
-            if np.frombuffer(data, np.uint8).ctypes.data == tensor.data_ptr():
-                self.position = self._file.tell()
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _write(
-    file: BinaryIO, name: str, item: WriteItem, data: torch.Tensor | io.BytesIO, beside: futures.Executor
-) -> WriteResult:
-    start = file.tell()
-    if isinstance(data, io.BytesIO):
-        view = data.getbuffer()
-        checked: tuple[int, int, str] | None = start, len(view), checksum.of(view)
-        file.write(view)
-    else:
-        tensor = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # torch.save writes whole storages
-        located = _Locate(file, tensor)
-        bytes_of = _bytes_of(tensor)
-        hashing = None
-        if tensor.nbytes > _SMALL:
-            with suppress(RuntimeError):  # the program ends during an asynchronous save: no thread is given any more
-                hashing = beside.submit(checksum.of, bytes_of)
-        try:
-            torch.save(tensor, located)  # type: ignore[arg-type]
-        finally:
-            located.ended = True
-        checked = None
-        if tensor.nbytes:
-            assert located.position is not None, "torch.save copied the tensor's bytes before it wrote them"
-            value = hashing.result() if hashing is not None else checksum.of(bytes_of)
-            checked = located.position, tensor.nbytes, value
-    length = file.tell() - start
-    info = _StorageInfo(name, start, length)
-    info.checked = checked  # type: ignore[attr-defined] # DCP keeps what it does not know
-    return WriteResult(index=item.index, size_in_bytes=length, storage_data=info)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+def _first_error(error: BaseException) -> BaseException:
+    """What torch's error of closing a file comes from: an error of the file before, or Ctrl-C; else itself."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError | KeyboardInterrupt):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
 def seal(path: Path) -> str:
@@ -163,7 +156,10 @@ def seal(path: Path) -> str:
         raise ValueError(f"{error}; do all ranks see the same folder there?") from None
     with open(path / folders.METADATA, "rb") as file:
         os.fsync(file.fileno())  # DCP does so before its buffer is flushed, and the end might be lost
-    return checksum.of((path / folders.METADATA).read_bytes())
+        return checksum.of(file.read())
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_metadata(path: Path, verify: bool = True, trust: bool = False) -> Metadata:
@@ -183,14 +179,159 @@ def read_metadata(path: Path, verify: bool = True, trust: bool = False) -> Metad
     except OSError as error:
         raise ValueError(f"checkpoint: the metadata of {path} cannot be read ({error.strerror})") from None
     if verify and marker is not None and marker.metadata is not None:
-        hasher = checksum.hasher(marker.checksum, path)
-        hasher.update(data)
-        if hasher.hexdigest() != marker.metadata:
+        if marker.checksum != checksum.KIND:
+            raise ValueError(
+                f"checkpoint: {path} has checksums {marker.checksum!r}, and {checksum.KIND} is known here; load it with"
+                f" the version of Axo that wrote it, or by {_UNVERIFIED}"
+            )
+        if checksum.of(data) != marker.metadata:
             raise ValueError(f"checkpoint: {path} is damaged: {folders.METADATA}: {_WRONG}")
     described = metadata.read(path, data, follow=trust)
     if state.HEAD not in described.state_dict_metadata:
         raise ValueError(f"checkpoint: {path} was not written by axo.checkpoint.save (it has no entry {state.HEAD!r})")
     return described
+
+
+def read_bytes(path: Path, saved: Metadata, entry: str, verify: bool = True) -> Any:
+    """One entry that is no tensor.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    wanted = {entry: None}
+    read_into(path, saved, wanted, verify)
+    return wanted[entry]
+
+
+def read_into(path: Path, saved: Metadata, entries: dict[str, Any], verify: bool = True) -> None:
+    """Fill :class:`Parts` in place and replace other values.
+
+    Raises:
+        ValueError: What was read is damaged; names file and entry. What was read before it has been filled in.
+    """
+    requests: dict[MetadataIndex, list[ReadItem]] = {}
+    for item in create_default_local_load_plan(entries, saved).items:
+        requests.setdefault(item.storage_index, []).append(item)
+    chunks = [
+        _StoredChunk(path, saved.storage_data[index], saved.state_dict_metadata[index.fqn], items, verify)
+        for index, items in requests.items()
+    ]
+    chunks.sort(key=lambda chunk: (chunk.info.relative_path, chunk.info.offset))
+    _on_two_threads(lambda chunk: chunk.read_into(entries), chunks)
+
+
+def _on_two_threads(work: Callable[[Item], None], items: Iterable[Item]) -> None:
+    """Call ``work`` for each item, on this thread and, where the system gives one, another; an error of either ends it.
+
+    The other thread has this one's stream and modes of autograd, and has ended when this returns.
+    """
+    shared = iter(list(items))  # its next() is one step, whoever takes it
+    errors: list[BaseException] = []
+    inference = torch.is_inference_mode_enabled()
+    stream: Any = torch.accelerator.current_stream() if torch.cuda.is_initialized() else nullcontext()
+
+    def run(stream: Any) -> None:
+        try:
+            with torch.inference_mode(inference), torch.no_grad(), stream:
+                for item in shared:
+                    if errors:
+                        return
+                    work(item)
+        except BaseException as error:
+            errors.append(error)
+
+    beside = threading.Thread(target=run, args=(stream,))
+    with suppress(RuntimeError):  # the system gives none, or the program is ending
+        beside.start()
+    run(nullcontext())
+    while beside.is_alive():
+        try:
+            beside.join()
+        except KeyboardInterrupt as error:  # nobody may read into tensors behind our back
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+class _StoredChunk:
+    """One entry, or one chunk of a tensor, as it lies in a file, and who wants what of it.
+
+    Raises:
+        ValueError: Its bytes are missing, or are not those that were written; names file and entry.
+    """
+
+    def __init__(self, path: Path, info: Any, described: Any, items: list[ReadItem], verify: bool) -> None:
+        self.path, self.info, self._described, self._items = path, info, described, items
+        self._position, self._size, checked = getattr(info, "checked", None) or (info.offset, info.length, None)
+        self._expected = checked if verify else None
+
+    def read_into(self, entries: dict[str, Any]) -> None:
+        """Read it, and give each its part."""
+        tensor = self._described if isinstance(self._described, TensorStorageMetadata) else None
+        index = self._items[0].storage_index
+        sizes = next(c.sizes for c in tensor.chunks if c.offsets == index.offset) if tensor else torch.Size()
+        targets = [self._target(entries, item) for item in self._items] if tensor else []
+        if self._position == self.info.offset:
+            value = self._load()
+            if tensor is None:
+                entries[self._items[0].dest_index.fqn] = value
+                return
+            if not isinstance(value, torch.Tensor) or value.shape != sizes:
+                raise self._damaged("it holds no tensor of that size")
+        else:
+            dtype = self._described.properties.dtype
+            if len(targets) == 1 and _takes_bytes(targets[0], sizes, dtype):
+                if not targets[0].is_inference():  # what autograd has kept of it, and copies elsewhere, are of others
+                    torch.autograd.graph.increment_version(targets[0])
+                self._fill(state.bytes_of(targets[0]))
+                return
+            value = torch.empty(sizes, dtype=dtype, device="cpu")  # whatever torch's default device is
+            self._fill(state.bytes_of(value))
+        for item, target in zip(self._items, targets, strict=True):
+            target.copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))
+
+    @staticmethod
+    def _target(entries: dict[str, Any], item: ReadItem) -> torch.Tensor:
+        box = entries[item.dest_index.fqn].chunk(item.dest_index.offset)
+        return narrow_tensor_by_index(box, item.dest_offsets, item.lengths)
+
+    def _load(self) -> Any:
+        """What ``torch.save`` wrote, read whole."""
+        data = np.empty(self._size, np.uint8)
+        self._fill(data.data)
+        try:
+            return torch.load(io.BytesIO(data.data), map_location="cpu", weights_only=True)
+        except Exception as error:  # of pickle's, zip's and torch's, many kinds
+            raise self._damaged(f"it cannot be read ({state.reason(error)})") from None
+
+    def _fill(self, view: memoryview) -> None:
+        """Read the bytes into ``view``, and compare their checksum."""
+        name, done, value = self.path / self.info.relative_path, 0, 0
+        try:
+            with files.open_regular(name) as file:
+                while done < len(view):
+                    piece = view[done : done + _HOT]
+                    count = os.preadv(file.fileno(), [piece], self._position + done)
+                    if not count:
+                        raise self._damaged("the file ends within it")
+                    if self._expected is not None:
+                        value = checksum.update(value, piece[:count])
+                    done += count
+        except OSError as error:
+            raise ValueError(f"checkpoint: {name} cannot be read: {error.strerror}") from None
+        if self._expected is not None and checksum.text(value) != self._expected:
+            raise self._damaged(_WRONG)
+
+    def _damaged(self, why: str) -> ValueError:
+        index = self._items[0].storage_index
+        at = f", the part at {tuple(index.offset)}" if index.offset and any(index.offset) else ""
+        return ValueError(f"checkpoint: {self.path} is damaged: {self.info.relative_path}, {index.fqn}{at}: {why}")
+
+
+def _takes_bytes(target: torch.Tensor, sizes: Any, dtype: torch.dtype) -> bool:
+    """Whether the bytes of a stored chunk are those of ``target``."""
+    same = target.device.type == "cpu" and target.dtype == dtype and target.shape == sizes
+    return same and target.is_contiguous() and not target.is_conj() and not target.is_neg()
 
 
 def read_plain(path: Path, weights_only: bool | None = True) -> Any:
@@ -220,188 +361,3 @@ def read_plain(path: Path, weights_only: bool | None = True) -> Any:
         elif why.startswith("it holds a "):  # a class or function that torch does not call unasked
             hint = "weights_only=False reads it (trust=True, --trust) and runs it; use that if you trust who wrote it"
         raise ValueError(f"checkpoint: {path} cannot be read ({why}): {hint}") from None
-
-
-def read_bytes(path: Path, saved: Metadata, entry: str, verify: bool = True) -> Any:
-    """One entry that is no tensor.
-
-    Raises:
-        ValueError: It is damaged.
-    """
-    wanted = {entry: None}
-    read_into(path, saved, wanted, verify)
-    return wanted[entry]
-
-
-def read_into(path: Path, saved: Metadata, entries: dict[str, Any], verify: bool = True) -> None:
-    """Fill :class:`Parts` in place and replace other values.
-
-    Raises:
-        ValueError: What was read is damaged; names file and entry. What was read before it has been filled in.
-    """
-    planner = LoadPlanner(entries, saved)
-    requests: dict[MetadataIndex, list[ReadItem]] = {}
-    for item in planner.create_local_plan().items:
-        requests.setdefault(item.storage_index, []).append(item)
-    places = [(saved.storage_data[index], index) for index in requests]
-    places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
-    with torch.no_grad(), futures.ThreadPoolExecutor(1) as beside:
-        reader = _FileReader(path, verify, beside)
-        for name, of_file in groupby(places, key=lambda place: place[0].relative_path):
-            try:
-                with files.open_regular(path / name) as file:
-                    for info, index in of_file:
-                        reader.begin(name, index)
-                        _read(reader, file, info, saved, planner, requests[index])
-                    reader.finish()
-            except OSError as error:
-                raise ValueError(f"checkpoint: {path / name} cannot be read: {error.strerror}") from None
-
-
-@dataclass
-class _Piece:
-    """What one thread reads: part of an entry."""
-
-    entry: str
-    file: int
-    position: int
-    view: memoryview
-    hasher: checksum.Hasher | None
-
-
-class _FileReader:
-    """Reads bytes of files, and compares their checksums.
-
-    Raises:
-        ValueError: Bytes are missing, or are not those that were written; names file and entry.
-    """
-
-    def __init__(self, path: Path, verify: bool, beside: futures.Executor) -> None:
-        self._path, self._verify = path, verify
-        self._beside: futures.Executor | None = beside
-        self._entry = ""
-        self._kind = (folders.read_marker(path) or folders.Marker()).checksum
-        self._pieces: deque[_Piece] = deque()
-        self._hashed: list[tuple[str, str, list[_Piece]]] = []
-
-    def begin(self, file: str, index: MetadataIndex) -> None:
-        """What is read from here on belongs to this entry."""
-        at = f", the part at {tuple(index.offset)}" if index.offset and any(index.offset) else ""
-        self._entry = f"{file}, {index.fqn}{at}"
-
-    def fill(self, file: io.FileIO, position: int, view: memoryview, expected: str | None) -> None:
-        """Read into ``view``, what is small at once, the rest in ``finish``, which also compares the checksum."""
-        verify = self._verify and expected is not None
-        size = _PIECE if not verify or checksum.joins(self._kind) else len(view)
-        pieces = [
-            _Piece(
-                self._entry,
-                file.fileno(),
-                position + start,
-                view[start : start + size],
-                checksum.hasher(self._kind, self._path) if verify else None,
-            )
-            for start in range(0, len(view), max(1, size))
-        ]
-        if len(view) > _SMALL:
-            self._pieces += pieces
-        else:
-            for piece in pieces:
-                self._read(piece)
-        if verify and expected is not None:
-            self._hashed.append((self._entry, expected, pieces))
-
-    def finish(self) -> None:
-        """Read what is left, in two threads, and compare the checksums of all that was read."""
-        helpers = []
-        if self._beside is not None and len(self._pieces) > 1:
-            try:
-                helpers.append(self._beside.submit(self._read_pieces))
-            except RuntimeError:  # the system gives no thread; later it might, and would run this call too
-                self._beside = None
-        try:
-            self._read_pieces()
-        finally:
-            self._wait(helpers)
-        for helper in helpers:
-            helper.result()
-        for entry, expected, pieces in self._hashed:
-            if checksum.joined([piece.hasher for piece in pieces if piece.hasher is not None]) != expected:
-                raise self.damaged(_WRONG, entry)
-        self._hashed.clear()
-
-    def _wait(self, helpers: list[futures.Future[None]]) -> None:
-        try:
-            futures.wait(helpers)
-        except BaseException:  # Ctrl-C: nobody may read into tensors, or from a closed file, behind our back
-            self._pieces.clear()
-            futures.wait(helpers)
-            raise
-
-    def _read_pieces(self) -> None:
-        try:
-            while self._pieces:
-                try:
-                    piece = self._pieces.popleft()
-                except IndexError:  # the other thread took the last
-                    break
-                self._read(piece)
-        finally:
-            self._pieces.clear()  # after an error the other thread ends too
-
-    def _read(self, piece: _Piece) -> None:
-        done = 0
-        while done < len(piece.view):
-            hot = piece.view[done : done + _HOT]
-            count = os.preadv(piece.file, [hot], piece.position + done)
-            if not count:
-                raise self.damaged("the file ends within it", piece.entry)
-            if piece.hasher is not None:
-                piece.hasher.update(hot[:count])
-            done += count
-
-    def damaged(self, why: str, entry: str | None = None) -> ValueError:
-        return ValueError(f"checkpoint: {self._path} is damaged: {entry or self._entry}: {why}")
-
-
-def _read(
-    reader: _FileReader,
-    file: io.FileIO,
-    info: Any,
-    saved: Metadata,
-    planner: LoadPlanner,
-    items: list[ReadItem],
-) -> None:
-    """Read one stored entry, for all that need a part of it."""
-    tensor, sizes = saved.state_dict_metadata[items[0].storage_index.fqn], torch.Size()
-    if isinstance(tensor, TensorStorageMetadata):
-        sizes = next(chunk.sizes for chunk in tensor.chunks if chunk.offsets == items[0].storage_index.offset)
-    position, size, expected = getattr(info, "checked", None) or (info.offset, info.length, None)
-    if position == info.offset:
-        data = np.empty(size, np.uint8)
-        reader.fill(file, position, data.data, expected)
-        reader.finish()
-        try:
-            value = torch.load(io.BytesIO(data.data), map_location="cpu", weights_only=True)
-        except Exception as error:  # of pickle's, zip's and torch's, many kinds
-            raise reader.damaged(f"it cannot be read ({state.reason(error)})") from None
-        if items[0].type == LoadItemType.BYTE_IO:
-            planner.state_dict[items[0].dest_index.fqn] = value
-            return
-        if not isinstance(value, torch.Tensor) or value.shape != sizes:
-            raise reader.damaged("it holds no tensor of that size")
-    else:
-        assert isinstance(tensor, TensorStorageMetadata)
-        target = planner.resolve_tensor(items[0])
-        whole = len(items) == 1 and target.shape == sizes and target.is_contiguous()
-        whole = whole and not target.is_conj() and not target.is_neg()  # whose bytes are others
-        if whole and target.device.type == "cpu" and target.dtype == tensor.properties.dtype:
-            if not target.is_inference():  # what autograd has kept of it, and copies elsewhere, are of other values
-                torch.autograd.graph.increment_version(target)
-            reader.fill(file, position, _bytes_of(target), expected)
-            return
-        value = torch.empty(sizes, dtype=tensor.properties.dtype, device="cpu")  # whatever torch's default device is
-        reader.fill(file, position, _bytes_of(value), expected)
-        reader.finish()
-    for item in items:
-        planner.resolve_tensor(item).copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))

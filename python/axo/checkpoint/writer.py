@@ -12,10 +12,8 @@ import atexit
 import io
 import os
 import sys
-import threading
 import warnings
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from axo.checkpoint import folder as folders
 from axo.checkpoint import state
 from axo.checkpoint.parts import Parts, SavePlanner
-from axo.checkpoint.ranks import agree, checkpoint_group, number_of, pending, rank_in, share
+from axo.checkpoint.ranks import Save, checkpoint_group, number_of, on_all_ranks, pending, rank_in, share
 from axo.checkpoint.storage import Writer, seal
 from axo.comm.connect import Communicators
 from axo.comm.extension import _C
@@ -38,40 +36,6 @@ from axo.errors import CheckpointError, Error
 from axo.launch import BEFORE_A_RANK_ENDS
 
 BEFORE_A_RANK_ENDS.append(pending.wait)
-
-
-class Save:
-    """A checkpoint on its way to disk.
-
-    Attributes:
-        path: Where it will be.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def wait(self) -> Path:
-        """Block until it is complete, and return where.
-
-        Raises:
-            CheckpointError: It failed; on every rank, and once.
-        """
-        self.finish()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        return self.path
-
-    def finish(self) -> None:
-        """Block until it has ended; an error is kept for ``wait``."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._thread is None or not self._thread.is_alive()
 
 
 @atexit.register  # before communicators close: registered later than theirs
@@ -124,74 +88,58 @@ def save(
     comms = comms if comms is not None else state.communicators(model)
     group = checkpoint_group(comms)
     entries: dict[str, Any] = {}
-    problem, digest, tensors, part, final = "", "", "", None, Path()
-    try:
+    final, part = Path(), None
+    staged = comms is not None and comms.stages > 1  # a stage may know what another does not
+
+    def say(error: ValueError | OSError | RecursionError) -> str:
+        if isinstance(error, RecursionError):
+            return "checkpoint: extra holds itself, or is nested too deeply; use plain values"
+        return f"checkpoint: {folder} cannot be used: {error.strerror}" if isinstance(error, OSError) else str(error)
+
+    with on_all_ranks(group, (ValueError, OSError, RecursionError), say) as told:
         _check_arguments(folder, name, step, extra, keep, run)
         final = Path(folder).absolute() / (name or folders.name_of(step))
         folders.check_place(final, run)
         entries = _entries(model, optimizer, step, extra, comms)
-        digest = state.digest(extra)
-        of_model = [(name, value.shape, value.local.dtype) for name, value in state.parts(entries).items()]
-        tensors = f"{len(of_model)} tensors, {state.digest(of_model)}"
-    except ValueError as error:
-        problem = str(error)
-    except RecursionError:
-        problem = "checkpoint: extra holds itself, or is nested too deeply; use plain values"
-    except OSError as error:
-        problem = f"checkpoint: {folder} cannot be used: {error.strerror}"
-    staged = comms is not None and comms.stages > 1  # a stage may know what another does not
-    told: dict[str, Any] = {"folder": str(final.parent), "name": name, "step": step, "keep": keep, "run": run}
-    told |= {"async_": async_, "optimizer": state.kind_of(optimizer)}
-    told |= {} if staged else {"model": tensors, "extra": digest}
-    agree(group, problem, **told)
+        told |= {"folder": str(final.parent), "name": name, "step": step, "keep": keep, "run": run}
+        told |= {"async_": async_, "optimizer": state.kind_of(optimizer)}
+        if not staged:
+            tensors = [(name, value.shape, value.local.dtype) for name, value in state.parts(entries).items()]
+            told |= {"model": f"{len(tensors)} tensors, {state.digest(tensors)}", "extra": state.digest(extra)}
     if staged:
         _join_stages(entries, group)
-    if rank_in(group) == 0:
-        try:
-            part = folders.UnfinishedCheckpoint(final, run)
-        except OSError as error:
-            problem = f"checkpoint: {final.parent} cannot be written to: {error.strerror}"
     try:
-        path = Path(agree(group, problem, part and str(part.path)))
+        with on_all_ranks(
+            group, (OSError,), lambda e: f"checkpoint: {final.parent} cannot be written to: {e.strerror}"
+        ):
+            part = folders.UnfinishedCheckpoint(final, run) if rank_in(group) == 0 else None
+        path = Path(share(group, part and str(part.path))[0])
         if async_:
-            agree(group, _stage(entries))
+            with on_all_ranks(group, (MemoryError, RuntimeError), _without_memory):
+                _stage(entries)
     except BaseException:
         if part is not None:
             part.close()
         raise
-    target = Destination(final, path, part, step, keep, group)
     handle = Save(final)
     if not async_:
-        write(target, entries)
+        write(entries, path, part, final, step, keep, group)
         return handle
-
-    def work() -> None:
-        try:
-            write(target, entries)
-        except BaseException as error:
-            handle._error = error
-
-    handle._thread = threading.Thread(target=work, name=f"axo {final.name}")
-    try:
-        handle._thread.start()
-    except RuntimeError:  # the system has no thread left: the error of the write, which every rank is told of
-        handle._thread = None
-        work()
+    handle.begin(lambda: write(entries, path, part, final, step, keep, group))
     pending.save = handle  # not earlier: another thread's save waits for it
     if comms is not None:
         comms.before_close(pending.finish)
     return handle
 
 
-def _stage(entries: dict[str, Any]) -> str:
-    """Replace the entries by copies in host memory. Returns what went wrong, "" where nothing did."""
-    try:
-        for key, value in entries.items():
-            entries[key] = value.staged() if isinstance(value, Parts) else deepcopy(_without_graphs(value))
-    except (MemoryError, RuntimeError) as error:
-        entries.clear()
-        return f"checkpoint: async_=True has no memory for a copy ({state.reason(error)}); save without it"
-    return ""
+def _stage(entries: dict[str, Any]) -> None:
+    """Replace the entries by copies in host memory."""
+    for key, value in entries.items():
+        entries[key] = value.staged() if isinstance(value, Parts) else deepcopy(_without_graphs(value))
+
+
+def _without_memory(error: Exception) -> str:
+    return f"checkpoint: async_=True has no memory for a copy ({state.reason(error)}); save without it"
 
 
 def _without_graphs(value: Any) -> Any:
@@ -288,21 +236,23 @@ def head(
     }
 
 
-@dataclass
-class Destination:
-    """Where a save goes. ``part`` is rank 0's."""
+def write(
+    entries: dict[str, Any],
+    path: Path,
+    part: folders.UnfinishedCheckpoint | None,
+    final: Path,
+    step: int,
+    keep: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write entries into ``path``, which gets the name ``final``: what of a save may run on another thread.
 
-    final: Path
-    path: Path
-    part: folders.UnfinishedCheckpoint | None
-    step: int
-    keep: int | None = None
-    group: dist.ProcessGroup | None = None
+    Every rank of the group runs it; ``part``, which made ``path``, is rank 0's.
 
-
-def write(target: Destination, entries: dict[str, Any]) -> None:
-    """Everything that may run on another thread. Every rank of the group runs it."""
-    group, part, problem = target.group, target.part, ""
+    Raises:
+        CheckpointError: It failed; on every rank.
+    """
+    problem = ""
     interrupt: BaseException | None = None
     try:
         try:
@@ -310,15 +260,15 @@ def write(target: Destination, entries: dict[str, Any]) -> None:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.save(
                     entries,
-                    storage_writer=Writer(target.path),
+                    storage_writer=Writer(path),
                     planner=SavePlanner(),
                     process_group=group,
                     no_dist=group is None,
                 )
             if part is not None:
-                part.commit(target.step, seal(target.path))
-                if target.keep is not None:
-                    folders.prune(target.final, target.keep, part.run)
+                part.commit(step, seal(path))
+                if keep is not None:
+                    folders.prune(final, keep, part.run)
         except Error:  # a peer is lost, and could not be told of a problem
             raise
         except CheckpointException as error:  # DCP's: the same on all ranks
@@ -335,4 +285,4 @@ def write(target: Destination, entries: dict[str, Any]) -> None:
     if interrupt is not None:
         raise interrupt
     if any(problems):
-        raise CheckpointError(f"checkpoint: {target.final} was not written: {next(filter(None, problems))}")
+        raise CheckpointError(f"checkpoint: {final} was not written: {next(filter(None, problems))}")

@@ -16,6 +16,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -37,11 +38,35 @@ def _register(distributed_c10d: ModuleType) -> None:
     distributed_c10d.Backend.register_backend("axo", _create_backend, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create_backend(options: Any, backend_options: Any) -> Any:
-    """What torch calls for each new process group: torch's _DistributedBackendOptions in, a c10d Backend out."""
-    from axo.comm.connect import create_c10d_backend
+@dataclass(frozen=True)
+class BackendOptions:
+    """What Axo tells the backend of a process group that it makes itself.
 
-    return create_c10d_backend(options, backend_options)
+    Attributes:
+        meeting: How long its ranks may take to meet, in seconds.
+        name: In what its errors say; "": torch's number.
+    """
+
+    meeting: float
+    name: str = ""
+
+
+def _create_backend(options: Any, own: Any) -> Any:
+    """What torch calls for each new process group: torch's _DistributedBackendOptions in, a c10d Backend out."""
+    from axo.comm import transports
+    from axo.comm.device import ask_for_launch_order
+    from axo.comm.extension import _C
+    from axo.comm.rendezvous import store_of_this_start
+
+    ask_for_launch_order()  # a communicator of GPUs may follow
+    members, seconds = options.global_ranks_in_group, options.timeout.total_seconds()
+    rank, size, key = options.group_rank, options.group_size, f"axo/{options.group_id or 'default'}"
+    name = str(options.group_id) if members else "world"  # the default group has no list
+    if not isinstance(own, BackendOptions):
+        own = BackendOptions(seconds)
+    store = store_of_this_start(options.store, rank, size, own.meeting)
+    core = transports.host_core(store, key, rank, size, own.name or name, seconds, members, meeting=own.meeting)
+    return _C.C10dBackend(store, key, core, int(seconds * 1000))
 
 
 class _Finder(importlib.abc.MetaPathFinder):

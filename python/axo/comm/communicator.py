@@ -19,26 +19,27 @@ import atexit
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from numbers import Real
 from typing import Any, Self
 
 import torch
 
-from axo.comm.counting import active as counting
-from axo.comm.counting import watch
+from axo.comm.counting import observers
 from axo.comm.extension import _C
 from axo.comm.memory import (
     DTYPES,
     OPS,
-    address,
+    CopyPairs,
     as_tensor,
     check_counts,
     check_elements,
     check_integer,
+    core_arguments,
     core_buffers,
     like,
-    plain_input,
+    rows_of,
     rows_to_elements,
     scaled,
 )
@@ -75,11 +76,9 @@ class group:
             return
         recorded, waits = open_group.recorded, open_group.waits
         open_group.recorded, open_group.waits = [], []
-        try:
-            _C.group_end()
-        finally:
-            for work in recorded:
-                work._recorded = False
+        _C.group_end()
+        for work in recorded:
+            work.launched()
         if kind is None:
             for work in waits:
                 work.wait()
@@ -104,6 +103,7 @@ class Communicator:
         borrowed: bool = False,
     ) -> None:
         self._core: _C.Communicator | None = core  # None: one rank
+        self._cores = [] if core is None else [core]  # this one, and those that share its fate
         self._timeout_ms = -1 if timeout is None else int(timeout * 1000)  # of each operation; -1: the core's own
         self._timeout = timeout
         self._borrowed = borrowed  # the core is a process group's, which closes it
@@ -133,13 +133,13 @@ class Communicator:
 
     def abort(self, reason: str) -> None:
         """End every pending operation of this communicator, on every rank, with ``Aborted(reason)``. Never blocks."""
-        if self._core is not None:
-            self._core.abort(reason)
+        for core in self._cores:
+            core.abort(reason)
 
     def give_up(self, error: BaseException) -> None:
         """This rank ends with ``error``: its peers' operations end with ``PeerLost`` that says so. Never blocks."""
-        if self._core is not None:
-            self._core.give_up(raised(error))
+        for core in self._cores:
+            core.give_up(raised(error))
 
     def set_timeout(self, seconds: float) -> float:
         """Set the time limit of operations and splits that begin from here on; return the one before, in seconds."""
@@ -150,7 +150,8 @@ class Communicator:
 
     def limit_core(self, seconds: float) -> float:
         """Set the limit of the core alone, which splits have, and operations that are given none; the one before."""
-        return 0.0 if self._core is None else self._core.set_timeout(int(seconds * 1000)) / 1000
+        before = [core.set_timeout(int(seconds * 1000)) / 1000 for core in self._cores]
+        return before[0] if before else 0.0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -160,8 +161,9 @@ class Communicator:
 
     def close(self) -> None:
         """Wait for this rank's pending operations, leave the peers, release memory. May be called again."""
-        if self._core is not None and not self._borrowed:
-            self._core.shutdown()
+        with ExitStack() as last_first:  # all are closed, whichever raises
+            for core in () if self._borrowed else self._cores:
+                last_first.callback(core.shutdown)
 
     def all_reduce(
         self, tensor: Any, op: str = "sum", async_op: bool = False, *, out: Any = None, scale: float | None = None
@@ -172,33 +174,16 @@ class Communicator:
         """
         if out is None and scale is None:
             code = OPS.get(op, -1) if type(op) is str else -1
-            if (found := self._issue_plain(_ALL_REDUCE, tensor, code, tensor, async_op)) is not None:
-                return found
-        source = self._tensor(tensor, "all_reduce")
-        code = self._op("all_reduce", op, source, scale)
-        target, result = (source, tensor) if out is None else (self._tensor(out, "all_reduce"), out)
-        check_elements("all_reduce", target, source.numel(), source.dtype, "as the input")
-        if self._core is None:
-            return self._alone(scaled(source, scale), target, result, async_op)
-        self._count("all_reduce", source)
-        send, receive, copies = core_buffers("all_reduce", source, target)
-        call, send, code = self._reduction("all_reduce", send, code, scale)
-        args = (send.data_ptr(), receive.data_ptr(), source.numel(), DTYPES[source.dtype], code)
-        return self._issue(call, args, (send, receive), copies, target, result, async_op)
+            if (done := self._run_plain(_ALL_REDUCE, tensor, code, tensor, async_op)) is not None:
+                return done
+        return self._collective("all_reduce", tensor, out, async_op, op=op, scale=scale)
 
     def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
         """Concatenate the ranks' tensors ``(n0, ...)`` along dim 0, in rank order: ``(size * n0, ...)``."""
         if out is not None:
-            if (found := self._issue_plain(_ALL_GATHER, tensor, out, out, async_op)) is not None:
-                return found
-        source = self._tensor(tensor, "all_gather")
-        target, result = self._whole("all_gather", source, tensor, out)
-        if self._core is None:
-            return self._alone(source, target, result, async_op)
-        self._count("all_gather", source)
-        send, receive, copies = core_buffers("all_gather", source, target, self.rank * source.nbytes)
-        args = (send.data_ptr(), receive.data_ptr(), source.numel(), DTYPES[source.dtype])
-        return self._issue(self._core.all_gather, args, (send, receive), copies, target, result, async_op)
+            if (done := self._run_plain(_ALL_GATHER, tensor, out, out, async_op)) is not None:
+                return done
+        return self._collective("all_gather", tensor, out, async_op)
 
     def reduce_scatter(
         self, tensor: Any, out: Any = None, op: str = "sum", async_op: bool = False, *, scale: float | None = None
@@ -209,92 +194,39 @@ class Communicator:
         """
         if out is not None and scale is None:
             code = OPS.get(op, -1) if type(op) is str else -1
-            if (found := self._issue_plain(_REDUCE_SCATTER, tensor, (out, code), out, async_op)) is not None:
-                return found
-        source = self._tensor(tensor, "reduce_scatter")
-        code = self._op("reduce_scatter", op, source, scale)
-        target, result = self._part("reduce_scatter", source, tensor, out)
-        if self._core is None:
-            return self._alone(scaled(source, scale), target, result, async_op)
-        self._count("reduce_scatter", source)
-        send, receive, copies = core_buffers("reduce_scatter", source, target, self.rank * target.nbytes)
-        call, send, code = self._reduction("reduce_scatter", send, code, scale)
-        args = (send.data_ptr(), receive.data_ptr(), target.numel(), DTYPES[source.dtype], code)
-        return self._issue(call, args, (send, receive), copies, target, result, async_op)
+            if (done := self._run_plain(_REDUCE_SCATTER, tensor, (out, code), out, async_op)) is not None:
+                return done
+        return self._collective("reduce_scatter", tensor, out, async_op, op=op, scale=scale)
 
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
         """Copy the root's values to every rank, in place."""
         self._check_rank("broadcast", "root", root)
-        if (found := self._issue_plain(_BROADCAST, tensor, root, tensor, async_op)) is not None:
-            return found
+        if (done := self._run_plain(_BROADCAST, tensor, root, tensor, async_op)) is not None:
+            return done
         target = self._tensor(tensor, "broadcast")
-        if self._core is None:
-            return self._alone(target, target, tensor, async_op)
-        self._count("broadcast", target)
-        buffer, _, copies = core_buffers("broadcast", target, target)
-        args = (buffer.data_ptr(), target.numel(), DTYPES[target.dtype], root)
-        written = None if self.rank == root else target
-        return self._issue(self._core.broadcast, args, buffer, copies, written, tensor, async_op)
+        return self._run("broadcast", None, target, tensor, async_op, root, written=self.rank != root)
 
     def reduce(self, tensor: Any, root: int = 0, op: str = "sum", async_op: bool = False, *, out: Any = None) -> Any:
         """Reduce over ranks; the result is at the root, in place unless ``out`` is given. None elsewhere."""
-        self._check_rank("reduce", "root", root)
-        source = self._tensor(tensor, "reduce")
-        code = self._op("reduce", op, source)
-        here = self.rank == root
-        target, result = (source, tensor) if out is None else (self._tensor(out, "reduce"), out)
-        check_elements("reduce", target, source.numel(), source.dtype, "as the input")
-        if self._core is None:
-            return self._alone(source, target, result, async_op)
-        self._count("reduce", source)
-        if here:
-            send, receive, copies = core_buffers("reduce", source, target)
-        else:
-            send, receive, copies, result = plain_input(source), None, (), None
-        args = (send.data_ptr(), address(receive), source.numel(), DTYPES[source.dtype], code, root)
-        keep = (send, receive)
-        return self._issue(self._core.reduce, args, keep, copies, target if here else None, result, async_op)
+        return self._collective("reduce", tensor, out, async_op, op=op, root=root)
 
     def gather(self, tensor: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
         """Concatenate the ranks' tensors ``(n0, ...)`` at the root: ``(size * n0, ...)``. None elsewhere."""
-        self._check_rank("gather", "root", root)
-        source = self._tensor(tensor, "gather")
-        if self.rank != root:
-            target, result, receive, copies = None, None, None, ()
-            send = plain_input(source)
-        else:
-            target, result = self._whole("gather", source, tensor, out)
-            if self._core is None:
-                return self._alone(source, target, result, async_op)
-            send, receive, copies = core_buffers("gather", source, target, self.rank * source.nbytes)
-        assert self._core is not None, "one rank is the root"
-        self._count("gather", source)
-        args = (send.data_ptr(), address(receive), source.numel(), DTYPES[source.dtype], root)
-        return self._issue(self._core.gather, args, (send, receive), copies, target, result, async_op)
+        return self._collective("gather", tensor, out, async_op, root=root)
 
     def scatter(self, tensor: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
         """Cut the root's ``(size * n0, ...)`` along dim 0; each rank gets its part ``(n0, ...)``.
 
         Only the root passes a tensor; the others pass None and ``out``.
         """
-        self._check_rank("scatter", "root", root)
+        if self.rank == root and tensor is None:
+            raise ValueError("scatter: the root must pass a tensor")
         if self.rank == root:
-            if tensor is None:
-                raise ValueError("scatter: the root must pass a tensor")
-            source = self._tensor(tensor, "scatter")
-            target, result = self._part("scatter", source, tensor, out)
-            if self._core is None:
-                return self._alone(source, target, result, async_op)
-            send, receive, copies = core_buffers("scatter", source, target, self.rank * target.nbytes)
-        else:
-            if out is None:
-                raise ValueError(f"scatter: rank {self.rank} is not the root ({root}) and must pass out")
-            target, result = self._tensor(out, "scatter"), out
-            send, (_, receive, copies) = None, core_buffers("scatter", target, target)
-        assert self._core is not None, "one rank is the root"
-        self._count("scatter", target)
-        args = (address(send), receive.data_ptr(), target.numel(), DTYPES[target.dtype], root)
-        return self._issue(self._core.scatter, args, (send, receive), copies, target, result, async_op)
+            return self._collective("scatter", tensor, out, async_op, root=root)
+        self._check_rank("scatter", "root", root)
+        if out is None:
+            raise ValueError(f"scatter: rank {self.rank} is not the root ({root}) and must pass out")
+        return self._run("scatter", None, self._tensor(out, "scatter"), out, async_op, root)
 
     def all_to_all(
         self,
@@ -311,44 +243,31 @@ class Communicator:
         is received from p.
         """
         if out is not None and send_counts is None and recv_counts is None:
-            if (found := self._issue_plain(_ALL_TO_ALL, tensor, out, out, async_op)) is not None:
-                return found
+            if (done := self._run_plain(_ALL_TO_ALL, tensor, out, out, async_op)) is not None:
+                return done
         source = self._tensor(tensor, "all_to_all")
         sent, send_offsets = rows_to_elements("send_counts", send_counts, source, self.size)
-        if out is not None:
-            target, result = self._tensor(out, "all_to_all"), out
-            check_elements("all_to_all", target, target.numel(), source.dtype, "")
-        else:
-            if recv_counts is None and send_counts is not None:
-                raise ValueError("all_to_all: send_counts without recv_counts or out; say what comes from each rank")
-            if recv_counts is not None:
-                check_counts("recv_counts", recv_counts, self.size)
-            rows = sum(recv_counts) if recv_counts is not None else source.shape[0] if source.dim() else 1
-            target = source.new_empty((rows, *source.shape[1:]))
-            result = like(target, tensor)
+        rows = rows_of(source)
+        if out is None and recv_counts is not None:
+            check_counts("recv_counts", recv_counts, self.size)
+            rows = sum(recv_counts)
+        elif out is None and send_counts is not None:
+            raise ValueError("all_to_all: send_counts without recv_counts or out; say what comes from each rank")
+        target, result = self._output("all_to_all", source, tensor, out, rows, None)
         received, recv_offsets = rows_to_elements("recv_counts", recv_counts, target, self.size)
         if self._core is None:
-            check_elements("all_to_all", target, source.numel(), source.dtype, "as the input")
-            return self._alone(source, target, result, async_op)
-        self._count("all_to_all", source)
-        send, receive, copies = core_buffers("all_to_all", source, target)
-        code = DTYPES[source.dtype]
+            check_elements("all_to_all", target, source.numel(), source)
         if send_counts is None and recv_counts is None and sent[0] == received[0]:
-            args: tuple = (send.data_ptr(), receive.data_ptr(), sent[0], code)
-            return self._issue(self._core.all_to_all, args, (send, receive), copies, target, result, async_op)
-        args = (send.data_ptr(), sent, send_offsets, receive.data_ptr(), received, recv_offsets, code)
-        return self._issue(self._core.all_to_all_v, args, (send, receive), copies, target, result, async_op)
+            return self._run("all_to_all", source, target, result, async_op)
+        parts = (sent, send_offsets, received, recv_offsets)
+        return self._run("all_to_all_v", source, target, result, async_op, *parts)
 
     def send(self, tensor: Any, peer: int, tag: int = 0, async_op: bool = False) -> Any:
         """Send to ``peer``; meets its ``recv`` of the same tag, in issue order."""
         self._check_peer("send", peer)
         check_integer("send", "tag", tag)
         source = self._tensor(tensor, "send")
-        self._count("send", source)
-        buffer = plain_input(source)
-        assert self._core is not None, "one rank has no peer"
-        args = (buffer.data_ptr(), source.numel(), DTYPES[source.dtype], peer, tag)
-        return self._issue(self._core.send, args, buffer, (), None, tensor, async_op)
+        return self._run("send", source, None, tensor, async_op, peer, tag)
 
     def recv(self, tensor: Any, peer: int | None, tag: int = 0, async_op: bool = False) -> Any:
         """Receive from ``peer`` into ``tensor``; None: from whichever rank sends first, as ``Work.source()`` then says.
@@ -361,18 +280,11 @@ class Communicator:
             raise ValueError(f"recv: {self.name!r} has one rank: there is nobody to receive from")
         check_integer("recv", "tag", tag)
         target = self._tensor(tensor, "recv")
-        self._count("recv", target)
-        buffer, _, copies = core_buffers("recv", target, target)
-        assert self._core is not None, "one rank has no peer"
-        args = (buffer.data_ptr(), target.numel(), DTYPES[target.dtype], -1 if peer is None else peer, tag)
-        return self._issue(self._core.recv, args, buffer, copies, target, tensor, async_op)
+        return self._run("recv", None, target, tensor, async_op, -1 if peer is None else peer, tag)
 
     def barrier(self, async_op: bool = False) -> Any:
         """Return when every rank has come here."""
-        if self._core is None:
-            return Work(self, None, None, ()) if async_op else None
-        self._count("barrier", NOTHING)
-        return self._issue(self._core.barrier, (), None, (), None, None, async_op)
+        return self._run("barrier", None, None, None, async_op)
 
     def split(self, color: int, key: int = 0, *, name: str | None = None, axis: str | None = None) -> Self | None:
         """Make a communicator of the ranks that pass the same ``color``, ordered by ``(key, rank)``. Collective.
@@ -391,65 +303,135 @@ class Communicator:
             core = None
         return type(self)(core, name=name, axis=axis or self.axis, device=self.device, timeout=self._timeout)
 
-    def _reduction(self, what: str, send: torch.Tensor, op: int, scale: float | None) -> tuple[Any, torch.Tensor, Any]:
-        """The core's call, its input, and its last argument. The host scales first; a device in the call."""
-        return getattr(self._core, what), scaled(send, scale), op
+    def _collective(
+        self,
+        what: str,
+        tensor: Any,
+        out: Any,
+        async_op: bool,
+        *,
+        op: str | None = None,
+        root: int | None = None,
+        scale: float | None = None,
+    ) -> Any:
+        """One operation that reads ``tensor`` and, where this rank is the root or there is none, writes ``out``.
 
-    def _issue(self, call: Any, args: tuple, keep: Any, copies: tuple, target: Any, result: Any, async_op: bool) -> Any:
-        """Call the core; give the result, or a Work. ``target`` is the caller's tensor that is written, if any."""
-        if target is not None and not copies:
+        Without ``out`` a gather makes a tensor of all ranks' parts, a scatter one of this rank's, and other operations
+        write in place.
+        """
+        if root is not None:
+            self._check_rank(what, "root", root)
+        source = self._tensor(tensor, what)
+        args = () if op is None else (self._op(what, op, source, scale),)
+        args = args if root is None else (*args, root)
+        if root not in (None, self.rank):
+            return self._run(what, source, None, None, async_op, *args)
+        rows, count = rows_of(source), source.numel()
+        if what in ("all_gather", "gather"):
+            rows, count = self.size * rows, self.size * count
+        elif what in ("reduce_scatter", "scatter"):
+            if rows % self.size:
+                raise ValueError(f"{what}: dim 0 has {rows} rows, which do not divide over {self.size} ranks; pad them")
+            rows, count = rows // self.size, count // self.size
+        elif out is None:
+            return self._run(what, source, source, tensor, async_op, *args, scale=scale)
+        target, result = self._output(what, source, tensor, out, rows, count)
+        return self._run(what, source, target, result, async_op, *args, scale=scale)
+
+    def _run(
+        self,
+        op: str,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        result: Any,
+        async_op: bool,
+        *args: Any,
+        scale: float | None = None,
+        written: bool = True,
+    ) -> Any:
+        """One operation, whose arguments are checked: its result, or a Work.
+
+        ``source`` is what this rank puts in, None where that is in ``target``, which the operation writes (None: it
+        writes nothing here). ``args``: what the core's call takes beside tensors. ``result``: what the caller gets.
+        """
+        if self._core is None:
+            value = None if source is None else scaled(source, scale)
+            if target is not None and value is not None and value is not target:
+                copy_all(((target, value.reshape(target.shape)),))
+            return self._nothing_pending(result) if async_op else result
+        counted = target if source is None or op == "scatter" else source
+        call = getattr(self._core, op)
+        if scale is not None and source is not None:
+            call, source, args = self._scaled(op, source, args, scale)
+        send, receive, copies = core_buffers(op, source, target, self.rank)
+        args = core_arguments(op, send, receive, self.size, *args)
+        if target is not None and written and not copies:
             _C.modified(target)  # the core writes behind autograd's back
-        if not async_op and not open_group.depth:
-            start = time.perf_counter()
-            try:
-                call(*args, True, self._timeout_ms, None)
-            except Mismatch as error:
-                self._spread(error)
-                raise
-            finally:
-                self._blocked += time.perf_counter() - start
-            watch.add(self.axis, start, None)
+        start = time.perf_counter()
+        work = self._issue(call, args, (send, receive), copies, result, not async_op and not open_group.depth)
+        if observers.active:
+            observers.issued(op.removesuffix("_v"), self.axis, NOTHING if counted is None else counted, start, work)
+        return result if work is None else self._pending(work, result, async_op)
+
+    def _nothing_pending(self, result: Any) -> Work:
+        return Work(self, None, result, ())
+
+    def _issue(
+        self, call: Callable[..., Any], args: tuple[Any, ...], keep: Any, copies: CopyPairs, result: Any, blocking: bool
+    ) -> Work | None:
+        """Call the core, which keeps ``keep`` alive; None where the operation is complete."""
+        if blocking:
+            self.block(call, *args, True, self._timeout_ms, None)
             if copies:  # to enter a mode costs more than a small message
                 copy_all(copies)
             if undelivered:
                 deliver_completed()
-            return result
-        work = Work(self, call(*args, False, self._timeout_ms, keep), result, copies)
-        if copies:
-            work.deliver_when_completed()
-        return self._pending(work, result, async_op)
+            return None
+        return Work(self, call(*args, False, self._timeout_ms, keep), result, copies)
+
+    def _scaled(
+        self, op: str, source: torch.Tensor, args: tuple[Any, ...], scale: float
+    ) -> tuple[Callable[..., Any], torch.Tensor, tuple[Any, ...]]:
+        """The core's call, its input, and its arguments. The host scales first; a device in the call."""
+        return getattr(self._core, op), scaled(source, scale), args
 
     def _pending(self, work: Work, result: Any, async_op: bool) -> Any:
-        if watch.issued is not None:
-            watch.add(self.axis, time.perf_counter(), work)
         if open_group.depth:
-            work._recorded = True
             open_group.recorded.append(work)
             if not async_op:
                 open_group.waits.append(work)
                 return result
+        elif work._copies:
+            work.launched()
         return work
 
-    def _alone(self, source: torch.Tensor, target: Any, result: Any, async_op: bool) -> Any:
-        if target is not source:
-            copy_all(((target, source.reshape(target.shape)),))
-        return Work(self, None, result, ()) if async_op else result
+    def block(self, wait: Callable[..., object], *arguments: Any) -> float:
+        """Call what blocks in the core; when that began. The time counts as this communicator's."""
+        start = time.perf_counter()
+        try:
+            wait(*arguments)
+        except Mismatch as error:
+            self._spread(error)
+            raise
+        finally:
+            self._blocked += time.perf_counter() - start
+        return start
 
     def _spread(self, error: Mismatch) -> None:
         """Tell the ranks of the other axes: only those of this one have seen the error."""
         for sibling in self._siblings:
             sibling.abort(f"on axis {self.axis!r}: {error}")
 
-    def _issue_plain(self, call: Any, tensor: Any, other: Any, result: Any, async_op: bool) -> Any:
-        """As ``_issue``, of arguments that nobody has looked at; None where they are to be looked at closely.
+    def _run_plain(self, call: Any, tensor: Any, other: Any, result: Any, async_op: bool) -> Any:
+        """As ``_run``, of arguments that nobody has looked at; None where they are to be looked at closely.
 
-        So are those of operations that somebody counts or watches, and of blocking ones in a group.
+        So are those of operations that somebody observes, and of blocking ones in a group.
         """
-        if self._core is None or counting.blocks or watch.issued is not None:
+        if self._core is None or observers.active:
             return None
         if async_op:
             work = call(self._core, tensor, other, False, self._timeout_ms)
-            return work and self._pending(Work(self, work, result, ()), result, async_op)
+            return work and self._pending(Work(self, work, result, ()), result, True)
         try:
             spent = call(self._core, tensor, other, True, self._timeout_ms)
         except Mismatch as error:
@@ -465,12 +447,6 @@ class Communicator:
     def _tensor(self, array: Any, what: str) -> torch.Tensor:
         return as_tensor(array, what, self.device)
 
-    def _count(self, op: str, tensor: torch.Tensor) -> None:
-        if counting.blocks:
-            counting.record(op, self.axis, tensor.numel(), tensor.element_size())
-        if watch.issued is not None:
-            watch.about_to(op, tensor.numel() * tensor.element_size())
-
     def _op(self, what: str, op: str, tensor: torch.Tensor, scale: float | None = None) -> int:
         if not isinstance(op, str) or op not in OPS:
             raise ValueError(f"{what}: op={op!r} is not an operation; use one of {', '.join(OPS)}")
@@ -482,28 +458,15 @@ class Communicator:
             raise ValueError(f"{what}: scale={scale} goes with op='sum' on floating point; got {op!r}, {tensor.dtype}")
         return OPS[op]
 
-    def _whole(self, what: str, part: torch.Tensor, array: Any, out: Any) -> tuple[torch.Tensor, Any]:
-        """The tensor of ``size`` parts that a gather writes, and what the caller gets for it."""
+    def _output(
+        self, what: str, source: torch.Tensor, array: Any, out: Any, rows: int, count: int | None
+    ) -> tuple[torch.Tensor, Any]:
+        """The tensor that is written: ``out``, of ``count`` elements, or a new one; and what the caller gets for it."""
         if out is None:
-            rows = part.shape[0] if part.dim() else 1
-            target = part.new_empty((self.size * rows, *part.shape[1:]))
+            target = source.new_empty((rows, *source.shape[1:]))
             return target, like(target, array)
         target = self._tensor(out, what)
-        why = f"{self.size} ranks with {part.numel()} each"
-        check_elements(what, target, self.size * part.numel(), part.dtype, why)
-        return target, out
-
-    def _part(self, what: str, whole: torch.Tensor, array: Any, out: Any) -> tuple[torch.Tensor, Any]:
-        """The tensor that takes this rank's part of ``whole``, and what the caller gets for it."""
-        rows = whole.shape[0] if whole.dim() else 1
-        if rows % self.size:
-            raise ValueError(f"{what}: dim 0 has {rows} rows, which do not divide over {self.size} ranks; pad them")
-        if out is None:
-            target = whole.new_empty((rows // self.size, *whole.shape[1:]))
-            return target, like(target, array)
-        target = self._tensor(out, what)
-        why = f"a part of {whole.numel()} over {self.size} ranks"
-        check_elements(what, target, whole.numel() // self.size, whole.dtype, why)
+        check_elements(what, target, count, source)
         return target, out
 
     def _check_rank(self, what: str, name: str, rank: int) -> None:
@@ -527,12 +490,9 @@ def _close_all() -> None:
     if error is not None:  # the interpreter ends on it: what is pending here the peers may never join
         tell_of(error, _open)
         return
-    for communicator in list(_open):
-        assert communicator._core is not None, "one of one rank is never in the list"
-        try:
-            communicator._core.shutdown()
-        except Error:
-            pass  # a peer has gone already, and those who waited for an operation have its error
+    for core in [core for communicator in list(_open) for core in communicator._cores]:
+        with suppress(Error):  # a peer has gone already, and those who waited for an operation have its error
+            core.shutdown()
     _C.leave_devices()  # groups of torch.distributed that nobody has destroyed
 
 
@@ -545,7 +505,7 @@ def tell_of(error: BaseException, communicators: Iterable[Communicator]) -> None
         communicator.give_up(error)
     end = time.monotonic() + _HEARD_SECONDS
     for communicator in told:
-        if communicator._core is not None:
-            communicator._core.until_heard(max(0, int(1000 * (end - time.monotonic()))))
+        for core in communicator._cores:
+            core.until_heard(max(0, int(1000 * (end - time.monotonic()))))
     if isinstance(error, CONSEQUENCES):
         let_the_cause_end_first()

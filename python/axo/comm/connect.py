@@ -1,4 +1,4 @@
-"""connect: from a grid to one communicator for each axis; and the c10d backend's constructor.
+"""connect: from a grid to one communicator for each axis.
 
     comms = axo.connect("2x2x2x1")                  # under torchrun, or after torch.distributed.init_process_group
     comms = axo.connect("2x2x2x1", device="cuda")   # the same over NCCL or RCCL, on the GPU that LOCAL_RANK names
@@ -17,23 +17,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from types import SimpleNamespace, TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from axo.arrangement import AXONN, Arrangement
+from axo.comm.c10d import BackendOptions
 from axo.comm.communicator import Communicator, tell_of
-from axo.comm.device import DeviceOptions, ask_for_launch_order
+from axo.comm.device import DeviceOptions
+from axo.comm.device_choice import resolve_device
 from axo.comm.extension import _C
 from axo.comm.flight import arm
-from axo.comm.hosts import create_core
-from axo.comm.rendezvous import TimeLeft, gather, give_up, launchers_store, next_round, store_of_this_start
-from axo.comm.transports import alone, meet, resolve_device
+from axo.comm.rendezvous import Meeting, TimeLeft, launchers_store, store_of_this_start
+from axo.comm.transports import alone, meet
 from axo.grid import AXES, Coords, Grid, check_ranks, checked_axis
 from axo.launch import Rank, keep_freed_memory
 from axo.settings import check as check_settings
@@ -83,15 +83,12 @@ class Communicators:
         self.coords: Coords = grid.coords(self.rank)
         self.device = everyone.device
         self.everyone = everyone
-        if stages == 1:
-            self.world, self.pipeline = everyone, alone("pipeline", self.device)
-        else:
-            self.world, self.pipeline = self._of_stages()
         self._group = group
-        self.x = self._line("x")
-        self.y = self._line("y")
-        self.z = self._line("z")
-        self.data = self._line("data")
+        self.world, self.pipeline = everyone, alone("pipeline", self.device)
+        if stages > 1:
+            self.world = self._part(everyone, self.stage, self.rank, grid.world_size, "world", "world")
+            self.pipeline = self._part(everyone, self.rank, self.stage, stages, "pipeline", "pipeline")
+        self.x, self.y, self.z, self.data = map(self._line, AXES)
         for line in self.communicators:
             line._siblings = tuple(other for other in self.communicators if other is not line)
         self._arrangement: Arrangement | None = None
@@ -118,20 +115,26 @@ class Communicators:
             mine = [line for line in self.communicators if self._owns_process_group or not line._borrowed]
             tell_of(error, [*self._neighbours.values(), *mine])
 
-    def _of_stages(self) -> tuple[Communicator, Communicator]:
-        """The world of this stage's grid, and the pipeline."""
-        world = _part(self.everyone, self.stage, self.rank, "world", "world")
-        return world, _part(self.everyone, self.rank, self.stage, "pipeline", "pipeline")
+    def _split(self, of: Communicator, color: int, rank: int, size: int, name: str, axis: str) -> Communicator | None:
+        """The communicator of the ``size`` ranks of one color, of which this is ``rank``; None: a negative color."""
+        return of.split(color, rank, name=name, axis=axis)
+
+    def _part(self, of: Communicator, color: int, rank: int, size: int, name: str, axis: str) -> Communicator:
+        part = self._split(of, color, rank, size, name, axis)
+        assert part is not None, "its color is not negative"
+        return part
+
+    def _line(self, axis: str) -> Communicator:
+        size, rank = self.grid.size(axis), getattr(self.coords, axis)
+        if size == 1:
+            return alone(axis, self.device)
+        return self._part(self.world, self.grid.ranks(axis, self.rank)[0], rank, size, axis, axis)
 
     def among(self, stages: list[int], name: str) -> Communicator | None:
         """A communicator of the ranks of ``pipeline`` that have these stages; None on others. Collective over all."""
-        return self.pipeline.split(0 if self.stage in stages else -1, self.stage, name=name, axis="pipeline")
-
-    def _line(self, axis: str) -> Communicator:
-        if self.grid.size(axis) == 1:
-            return alone(axis, self.device)
-        first = self.grid.ranks(axis, self.rank)[0]
-        return _part(self.world, first, getattr(self.coords, axis), axis, axis)
+        mine = self.stage in stages
+        rank = sorted(stages).index(self.stage) if mine else 0
+        return self._split(self.pipeline, 0 if mine else -1, rank, len(stages), name, "pipeline")
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -161,14 +164,11 @@ class Communicators:
         if count == size:
             return self.axis(axis)
         if (axis, count) not in self._neighbours:
-            self._neighbours[axis, count] = self._neighbour_line(axis, count)
+            run, rank = divmod(getattr(self.coords, axis), count)
+            line = self._part(self.axis(axis), run, rank, count, f"{axis}/{count}", axis)
+            line._siblings = self.communicators
+            self._neighbours[axis, count] = line
         return self._neighbours[axis, count]
-
-    def _neighbour_line(self, axis: str, count: int) -> Communicator:
-        mine = getattr(self.coords, axis)
-        line = _part(self.axis(axis), mine // count, mine % count, f"{axis}/{count}", axis)
-        line._siblings = self.communicators
-        return line
 
     @property
     def arrangement(self) -> Arrangement:
@@ -229,28 +229,30 @@ class Communicators:
         """
         if not dist.is_initialized():  # one rank without torchrun
             dist.init_process_group(_backends(self.device), store=dist.HashStore(), rank=0, world_size=1)
-        shape = tuple(self.grid.size(axis) for axis in reversed(AXES))
-        names = tuple(reversed(AXES))
+        sizes = {axis: self.grid.size(axis) for axis in reversed(AXES)}
         if self.stages > 1:
-            shape, names = (self.stages, *shape), ("pipeline", *names)
-        return self._mesh(torch.tensor(self.ranks).view(shape), names)
-
-    def _mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> dist.DeviceMesh:
-        """A mesh of these ranks. On a part of the world only they make its groups."""
+            sizes = {"pipeline": self.stages, **sizes}
+        names, ranks = tuple(sizes), torch.tensor(self.ranks).view(*sizes.values())
         if self._group is None:
             return dist.DeviceMesh(self.device.type, ranks, mesh_dim_names=names)
-        here = (ranks == dist.get_rank()).nonzero()[0].tolist()
-        lines = [
-            ranks[(*here[:dim], slice(None), *here[dim + 1 :])].tolist()  # those that differ from here in one dim
-            for dim in range(ranks.dim())
-        ]
-        groups = [self._small_group(line) for line in lines]
-        return dist.DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
+        # On a part of the world only its ranks make groups: of those that differ from this one in one dim.
+        place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        lines = [ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist() for dim in range(len(names))]
+        return dist.DeviceMesh.from_group(
+            [self._small_group(line) for line in lines], self.device.type, mesh=ranks, mesh_dim_names=names
+        )
 
-    def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        group = dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)  # torch gives ranks that are not in it a number
-        return group
+    @cached_property
+    def checkpoint_mesh(self) -> dist.DeviceMesh:
+        """The ranks of this grid as a DeviceMesh of dims ("data", "y", "x", "z"), of the groups of ``device_mesh``.
+
+        DTensor splits a dim from the left mesh dim to the right, so that plain shards over it describe weights: blocks
+        over x and y, rows of a block over z.
+        """
+        names, mesh = ("data", "y", "x", "z"), self.device_mesh
+        ranks = (mesh.mesh if self.stages == 1 else mesh.mesh[self.stage]).permute(0, 2, 3, 1).contiguous()
+        groups = [mesh.get_group(name) for name in names]
+        return dist.DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
 
     @cached_property
     def pipeline_group(self) -> dist.ProcessGroup:
@@ -262,18 +264,10 @@ class Communicators:
             return self.device_mesh.get_group("x")  # one rank without torchrun
         return self._small_group(self.ranks[self.rank :: self.grid.world_size])
 
-    @cached_property
-    def checkpoint_mesh(self) -> dist.DeviceMesh:
-        """The same ranks as a DeviceMesh of dims ("data", "y", "x", "z"). Its first use is collective too.
-
-        DTensor splits a dim from the left mesh dim to the right, so that plain shards over it describe weights: blocks
-        over x and y, rows of a block over z.
-        """
-        names: tuple[str, ...] = ("data", "y", "x", "z")
-        ranks = self.device_mesh.mesh
-        if self.stages == 1:
-            return self._mesh(ranks.permute(0, 2, 3, 1), names)
-        return self._mesh(ranks.permute(0, 1, 3, 4, 2), ("pipeline", *names))[names]  # this rank's part of all stages'
+    def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:
+        group = dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)  # torch gives ranks that are not in it a number
+        return group
 
     def before_close(self, callback: Callable[[], object]) -> None:
         """Have ``close``, and torch's ``destroy_process_group``, call this first: for what another thread does.
@@ -359,24 +353,23 @@ def connect(
             ``group``.
         axo.Timeout: A rank did not come; names it. axo.PeerLost: One died or raised meanwhile; names it, and its error.
     """
-    seconds, meeting, wrong = _DEFAULT_TIMEOUT_S, _MEETING_TIMEOUT_S, None
+    launched = None if dist.is_initialized() else Rank.from_environment()
+    alone_here = launched is None and not dist.is_initialized()
+    if group is not None and not dist.is_initialized():
+        raise ValueError("connect: group= is of torch.distributed, which is not initialised; leave it out")
+    wrong: Exception | None = None
     try:
         seconds, meeting = _in_seconds("timeout", timeout), _in_seconds("meeting_timeout", meeting_timeout)
-    except ValueError as error:
-        wrong = error  # which the other ranks are told of below
+        place, own_grid, own_stages = _checked(grid, device, device_options, pipeline)
+    except Exception as error:
+        if alone_here:
+            raise
+        wrong, seconds, meeting = error, _DEFAULT_TIMEOUT_S, _MEETING_TIMEOUT_S
+    if alone_here:
+        return _connect_alone(own_grid, place, own_stages)
     left = TimeLeft(min(seconds, meeting))
-    owns_process_group = not dist.is_initialized()
-    started = Rank.from_environment() if owns_process_group else None
-    if owns_process_group and group is not None:
-        raise ValueError("connect: group= is of torch.distributed, which is not initialised; leave it out")
-    if owns_process_group and started is None:
-        if wrong is not None:
-            raise wrong
-        check_settings()
-        arm()
-        return _connect_alone(_grid(grid), _checked_device(device, device_options), _stages(pipeline))
-    if started is not None:
-        rank, world_size = started.rank, started.world_size
+    if launched is not None:
+        rank, world_size = launched.rank, launched.world_size
         store = launchers_store(rank, world_size, left())
     else:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -386,23 +379,14 @@ def connect(
     if group is not None:
         store = dist.PrefixStore(f"axo/part/{'-'.join(map(str, dist.get_process_group_ranks(group)))}", store)
     store = store_of_this_start(store, rank, world_size, left())
-    who = f"connect (rank {rank} of {world_size})"
-    try:
-        if wrong is not None:
-            raise wrong
-        place = _checked_device(device, device_options)
-        check_settings()
-        arm()
-        mine = f"{_grid(grid)} {_stages(pipeline)}"
-    except Exception as error:
-        give_up(store, next_round(store, _MEETING, rank), rank, error)
-        raise
-    if place.type == "cpu":
-        keep_freed_memory()
+    ranks = Meeting(store, rank, world_size, f"connect (rank {rank} of {world_size})", left)
+    if wrong is not None:
+        ranks.give_up(ranks.round(_MEETING), wrong)
+        raise wrong
     # Every rank learns every rank's grid first, so that all of them raise the same error.
-    hint = " (meeting_timeout=... waits longer)"
-    grid, stages = _same_grid(gather(store, _MEETING, rank, world_size, left(), who, mine, hint))
-    if started is not None:
+    asked = ranks.gather(_MEETING, f"{own_grid} {own_stages}", " (meeting_timeout=... waits longer)")
+    grid, stages = _same_grid(asked)
+    if launched is not None:
         dist.init_process_group(
             _backends(place),
             store=store,
@@ -411,22 +395,14 @@ def connect(
             timeout=timedelta(seconds=seconds),
             pg_options=BackendOptions(left()),
         )
-    if world_size == 1:
-        everyone = alone("world", place)
-    else:
-        everyone = _world_of_process_group(place, seconds, group) or meet(
-            dist.PrefixStore(f"axo/world/{store.add(f'axo/worlds/{rank}', 1)}", store),
-            "connect",
-            rank,
-            world_size,
-            place,
-            seconds,
-            device_options or DeviceOptions(),
-            meeting=left(),
-        )
+    everyone = alone("world", place) if world_size == 1 else _world_of_process_group(place, seconds, group)
+    if everyone is None:
+        store = dist.PrefixStore(f"axo/world/{store.add(f'axo/worlds/{rank}', 1)}", store)
+        options = device_options or DeviceOptions()
+        everyone = meet(store, "connect", rank, world_size, place, seconds, options, meeting=left())
     before = everyone.limit_core(left())
     try:
-        comms = Communicators(grid, rank, everyone, owns_process_group, seconds, stages=stages, group=group)
+        comms = Communicators(grid, rank, everyone, launched is not None, seconds, stages=stages, group=group)
     except Exception as error:
         tell_of(error, [everyone])  # peers wait for this rank, there or in an axis
         raise
@@ -434,19 +410,6 @@ def connect(
         line.set_timeout(seconds)
     everyone.limit_core(before)
     return comms
-
-
-def _part(of: Communicator, color: int, key: int, name: str, axis: str) -> Communicator:
-    """This rank's part of a communicator of which every rank has one."""
-    found = of.split(color, key, name=name, axis=axis)
-    assert found is not None
-    return found
-
-
-def _stages(pipeline: int) -> int:
-    if isinstance(pipeline, bool) or not isinstance(pipeline, int) or pipeline < 1:
-        raise ValueError(f"connect: pipeline={pipeline!r} is not a number of stages; use a whole number of at least 1")
-    return pipeline
 
 
 def check_comms(what: str, comms: object) -> None:
@@ -459,17 +422,22 @@ def check_comms(what: str, comms: object) -> None:
         raise ValueError(f"{what}: comms={comms!r} is not what axo.connect returns; pass axo.connect('2x2x1x1'), or so")
 
 
-def _grid(grid: Grid | str) -> Grid:
-    if not isinstance(grid, Grid | str):
-        raise ValueError(f"connect: grid={grid!r} is not a grid; pass a text such as '2x2x2x1', or an axo.Grid")
-    return Grid.parse(grid)
-
-
-def _checked_device(device: str | torch.device, options: DeviceOptions | None) -> torch.device:
+def _checked(
+    grid: Grid | str, device: str | torch.device, options: DeviceOptions | None, pipeline: int
+) -> tuple[torch.device, Grid, int]:
+    """What this rank asks for: device, grid and stages; and its process is set up for it."""
     place = resolve_device(device)
     if options is not None and place.type == "cpu":
         raise ValueError("connect: device_options are for GPUs; leave them out with device='cpu'")
-    return place
+    check_settings()
+    arm()
+    if not isinstance(grid, Grid | str):
+        raise ValueError(f"connect: grid={grid!r} is not a grid; pass a text such as '2x2x2x1', or an axo.Grid")
+    if isinstance(pipeline, bool) or not isinstance(pipeline, int) or pipeline < 1:
+        raise ValueError(f"connect: pipeline={pipeline!r} is not a number of stages; use a whole number of at least 1")
+    if place.type == "cpu":
+        keep_freed_memory()
+    return place, Grid.parse(grid), pipeline
 
 
 def _same_grid(asked: list[str]) -> tuple[Grid, int]:
@@ -511,8 +479,6 @@ def _connect_alone(grid: Grid, device: torch.device, stages: int) -> Communicato
             f"connect: grid {grid.in_stages(stages)} has {count} ranks and this process is alone; "
             f"start it with torchrun --nproc-per-node {count}, or use grid 1x1x1x1"
         )
-    if device.type == "cpu":
-        keep_freed_memory()
     return Communicators(grid, 0, alone("world", device), False, _DEFAULT_TIMEOUT_S)
 
 
@@ -522,31 +488,3 @@ def _in_seconds(name: str, time: float | timedelta) -> float:
     if not 1e-3 <= seconds <= _LONGEST_S:
         raise ValueError(f"connect: {name}={time!r} is not a number of seconds from 0.001 to {_LONGEST_S:g} (30 years)")
     return seconds
-
-
-@dataclass(frozen=True)
-class BackendOptions:
-    """What is told to the backend of a process group that is made here.
-
-    Attributes:
-        meeting: How long its ranks may take to meet, in seconds.
-        name: In what its errors say; "": torch's number.
-    """
-
-    meeting: float
-    name: str = ""
-
-
-def create_c10d_backend(options: Any, own: BackendOptions | None = None) -> _C.C10dBackend:
-    """The c10d backend of one process group, from torch's _DistributedBackendOptions."""
-    ask_for_launch_order()  # a communicator of GPUs may follow
-    seconds = options.timeout.total_seconds()
-    key = f"axo/{options.group_id or 'default'}"
-    name = str(options.group_id) if options.global_ranks_in_group else "world"  # the default group has no list
-    rank, size = options.group_rank, options.group_size
-    meeting = seconds
-    if isinstance(own, BackendOptions):
-        meeting, name = own.meeting, own.name or name
-    store = store_of_this_start(options.store, rank, size, meeting)
-    core = create_core(store, key, rank, size, name, seconds, options.global_ranks_in_group, meeting=meeting)
-    return _C.C10dBackend(store, key, core, int(seconds * 1000))

@@ -1,4 +1,4 @@
-"""Counts the collectives that this process issues: the oracle for every claim about communication.
+"""What this process issues, for those who observe it: counts, the oracle for every claim about communication; traces.
 
     with axo.count_collectives() as counts:
         layer(x)
@@ -15,11 +15,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from axo.comm.work import Work
+    import torch
 
 
 class Count(NamedTuple):
@@ -45,9 +45,9 @@ class CollectiveCounts(dict[tuple[str, str], Count]):
         """``self[key]``: every key has a count."""
         return self[key]
 
-    def _add(self, op: str, axis: str, elements: int, item_size: int) -> None:
+    def _add(self, op: str, axis: str, tensor: torch.Tensor) -> None:
         with self._lock:
-            self[op, axis] = self[op, axis].plus(1, elements, elements * item_size)
+            self[op, axis] = self[op, axis].plus(1, tensor.numel(), tensor.nbytes)
 
     def __repr__(self) -> str:
         rows = (f"{op} {axis}: {c.calls} x, {c.elements} elements, {c.bytes} B" for (op, axis), c in self.items())
@@ -62,42 +62,11 @@ class CollectiveCounts(dict[tuple[str, str], Count]):
         return total
 
 
-class _Active:
-    """The open ``count_collectives`` blocks of this process.
+class ObservedWork(Protocol):
+    """A pending collective, as an observer sees it: a ``Work``."""
 
-    One object for the process, not a context variable: backward runs layers on autograd's own threads, and their
-    collectives belong to the block that called backward.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: tuple[CollectiveCounts, ...] = ()
-        self._lock = threading.Lock()
-
-    def open(self, counts: CollectiveCounts) -> None:
-        with self._lock:
-            self.blocks += (counts,)
-
-    def close(self, counts: CollectiveCounts) -> None:
-        with self._lock:
-            self.blocks = tuple(block for block in self.blocks if block is not counts)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Count nothing inside: for collectives of a check, which are no part of what is counted."""
-        with self._lock:
-            blocks, self.blocks = self.blocks, ()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.blocks += blocks
-
-    def record(self, op: str, axis: str, elements: int, item_size: int) -> None:
-        for block in self.blocks:
-            block._add(op, axis, elements, item_size)
-
-
-active = _Active()
+    def is_completed(self) -> bool: ...
+    def duration(self) -> float | None: ...
 
 
 class Observed(NamedTuple):
@@ -108,7 +77,7 @@ class Observed(NamedTuple):
     bytes: int
     start: float
     end: float
-    work: Work | None
+    work: ObservedWork | None
 
 
 class Awaited(NamedTuple):
@@ -117,51 +86,77 @@ class Awaited(NamedTuple):
     axis: str
     start: float
     end: float
-    work: Work
+    work: ObservedWork
 
 
-class _Watch:
-    """Who watches the collectives of this process as they are issued and waited for (a trace does)."""
+class _Observers:
+    """Who observes the collectives of this process: the open ``count_collectives`` blocks, and a trace.
+
+    One object for the process, not a context variable: backward runs layers on autograd's own threads, and their
+    collectives belong to the block that called backward.
+
+    Attributes:
+        active: Whether anybody does. Communicators look here first.
+    """
 
     def __init__(self) -> None:
-        self.issued: list[Observed] | None = None
-        self.waits: list[Awaited] = []
-        self._next: tuple[str, int] = ("", 0)
+        self.active = False
+        self._blocks: tuple[CollectiveCounts, ...] = ()
+        self._trace: tuple[list[Observed], list[Awaited]] | None = None
+        self._lock = threading.Lock()
+
+    def _change(self, more: tuple[CollectiveCounts, ...], fewer: tuple[CollectiveCounts, ...]) -> None:
+        with self._lock:
+            gone = set(map(id, fewer))
+            self._blocks = (*(block for block in self._blocks if id(block) not in gone), *more)
+            self.active = bool(self._blocks) or self._trace is not None
+
+    @contextmanager
+    def counted(self, counts: CollectiveCounts) -> Iterator[CollectiveCounts]:
+        """Add what is issued inside the block to ``counts``."""
+        self._change((counts,), ())
+        try:
+            yield counts
+        finally:
+            self._change((), (counts,))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing inside: for collectives of a check, which are no part of what is counted."""
+        blocks = self._blocks
+        self._change((), blocks)
+        try:
+            yield
+        finally:
+            self._change(blocks, ())
 
     def open(self) -> None:
-        """Begin to watch."""
-        self.issued, self.waits = [], []
+        """Begin a trace of each collective and each wait."""
+        self._trace = [], []
+        self._change((), ())
 
     def close(self) -> tuple[list[Observed], list[Awaited]]:
-        """End, and give what was issued and what was waited for."""
-        issued, self.issued = self.issued or [], None
-        return issued, self.waits
+        """End it, and give what was issued and what was waited for."""
+        trace, self._trace = self._trace or ([], []), None
+        self._change((), ())
+        return trace
 
-    def about_to(self, op: str, size: int) -> None:
-        """The next collective that is issued is this one."""
-        self._next = (op, size)
+    def issued(self, op: str, axis: str, tensor: torch.Tensor, start: float, work: ObservedWork | None) -> None:
+        """A collective has been issued since ``start``; ``tensor``: what is counted of it."""
+        for block in self._blocks:
+            block._add(op, axis, tensor)
+        if self._trace is not None:
+            self._trace[0].append(Observed(op, axis, tensor.nbytes, start, time.perf_counter(), work))
 
-    def add(self, axis: str, start: float, work: Work | None) -> None:
-        """It has been issued."""
-        if self.issued is not None:
-            op, size = self._next
-            self.issued.append(Observed(op, axis, size, start, time.perf_counter(), work))
-
-    def waited(self, axis: str, start: float, work: Work) -> None:
+    def waited(self, axis: str, start: float, work: ObservedWork) -> None:
         """This rank was blocked for ``work``, a pending one, since ``start``."""
-        if self.issued is not None:
-            self.waits.append(Awaited(axis, start, time.perf_counter(), work))
+        if self._trace is not None:
+            self._trace[1].append(Awaited(axis, start, time.perf_counter(), work))
 
 
-watch = _Watch()
+observers = _Observers()
 
 
-@contextmanager
-def count_collectives() -> Iterator[CollectiveCounts]:
+def count_collectives() -> AbstractContextManager[CollectiveCounts]:
     """Count what is issued inside the block; gives a :class:`CollectiveCounts`."""
-    counts = CollectiveCounts()
-    active.open(counts)
-    try:
-        yield counts
-    finally:
-        active.close(counts)
+    return observers.counted(CollectiveCounts())

@@ -12,8 +12,8 @@ its owner orders what follows. Calls on a stream that captures a CUDA graph beco
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from axo.comm.communicator import Communicator
 from axo.comm.extension import _C
-from axo.comm.memory import check_integer
-from axo.comm.work import Work, copy_all, milliseconds, open_group
+from axo.comm.memory import CopyPairs, check_integer
+from axo.comm.work import Work, copy_all
 from axo.errors import Error, Mismatch
 
 
@@ -79,12 +79,12 @@ class DeviceWork(Work):
 
     __slots__ = ("_copied",)
 
-    _communicator: DeviceCommunicator
+    _issuer: DeviceCommunicator
     _core: _C.Work | None
 
-    def __init__(self, communicator: DeviceCommunicator, core: _C.Work | None, result: Any, copies: tuple) -> None:
-        super().__init__(communicator, core, result, copies)
-        self._copied: torch.Event | None = None  # the end of the copies, on the stream that was current then
+    def __init__(self, issuer: DeviceCommunicator, core: _C.Work | None, result: Any, copies: CopyPairs) -> None:
+        super().__init__(issuer, core, result, copies)
+        self._copied: torch.Event | None = None  # the end of the copies
 
     def wait(self) -> Any:
         """Let the current stream go on after the operation; return its result. The host does not wait.
@@ -94,43 +94,27 @@ class DeviceWork(Work):
         """
         self._check_issued()
         if self._core is not None:
-            self._core.wait_on(self._communicator.current_stream)
-        self._finish()
+            self._core.wait_on(self._issuer.current_stream)
+        if self._copied is not None:
+            torch.accelerator.current_stream(self._issuer.device).wait_event(self._copied)
         return self._result
 
     def synchronize(self, timeout: float | None = None) -> None:
-        limit = -1 if timeout is None else milliseconds(timeout)
-        self._check_issued()
-        if self._core is not None:
-            self._block(self._core.synchronize, limit)
-        if self._copies or self._copied is not None:
-            self._finish()
-            torch.accelerator.current_stream(self._communicator.device).synchronize()
+        self._block(timeout)
+        if self._copied is not None:
+            self.wait()
+            torch.accelerator.current_stream(self._issuer.device).synchronize()
 
-    def copy_in_order(self) -> None:
+    def launched(self) -> None:
         """Make the copies on a stream of their own, after the operation: nobody has to wait for them to be made."""
-        assert self._core is not None
-        with torch.Stream(self._communicator.device):
-            self._core.wait_on(self._communicator.current_stream)
-            self._finish()
-
-    def _deliver(self) -> None:
-        pass  # the copies follow in the order of streams
-
-    def _complete_result(self) -> Any:
-        self.synchronize()
-        return self._result
-
-    def _finish(self) -> None:
-        if self._copies:
-            copies = self._copies
-            super()._finish()
-            self._copied = torch.accelerator.current_stream(self._communicator.device).record_event()
-            # The copies read buffers that belong to the issuing stream, and may not have run yet.
-            assert self._core is not None
-            self._core.keep_until(self._communicator.current_stream, copies)
-        elif self._copied is not None:
-            torch.accelerator.current_stream(self._communicator.device).wait_event(self._copied)
+        if self._copies and self._core is not None:
+            with torch.Stream(self._issuer.device):
+                self._core.wait_on(self._issuer.current_stream)
+                copy_all(self._copies)
+                self._copied = torch.accelerator.current_stream(self._issuer.device).record_event()
+                # The copies read buffers that belong to the issuing stream, and may not have run yet.
+                self._core.keep_until(self._issuer.current_stream, self._copies)
+            self._copies = ()
 
 
 class DeviceCommunicator(Communicator):
@@ -139,7 +123,7 @@ class DeviceCommunicator(Communicator):
     _core: _C.DeviceCommunicator | None
     _after_caller = True
 
-    def _issue_plain(self, call: Any, tensor: Any, other: Any, result: Any, async_op: bool) -> Any:
+    def _run_plain(self, call: Any, tensor: Any, other: Any, result: Any, async_op: bool) -> Any:
         return None  # what the core looks at lies on the host
 
     @cached_property
@@ -186,32 +170,11 @@ class DeviceCommunicator(Communicator):
         if max_ctas not in self._capped:
             name = f"{self.name}/{max_ctas} blocks"
             core = self._needed("capped").capped(max_ctas, name)
-            made = type(self)(core, name=name, axis=self.axis, device=self.device, timeout=self._timeout)
-            made._siblings = (*self._siblings, self)
-            self._capped[max_ctas] = made
+            twin = type(self)(core, name=name, axis=self.axis, device=self.device, timeout=self._timeout)
+            twin._siblings = (*self._siblings, self)
+            self._cores.append(core)
+            self._capped[max_ctas] = twin
         return self._capped[max_ctas]
-
-    def abort(self, reason: str) -> None:
-        super().abort(reason)
-        for made in tuple(self._capped.values()):
-            made.abort(reason)
-
-    def give_up(self, error: BaseException) -> None:
-        super().give_up(error)
-        for made in tuple(self._capped.values()):
-            made.give_up(error)
-
-    def set_timeout(self, seconds: float) -> float:
-        before = super().set_timeout(seconds)
-        for made in tuple(self._capped.values()):
-            made.set_timeout(seconds)
-        return before
-
-    def close(self) -> None:
-        with ExitStack() as last_first:  # all are closed, whichever raises
-            last_first.callback(super().close)
-            for made in self._capped.values():
-                last_first.callback(made.close)
 
     def follow(self) -> None:
         """Let this communicator's stream go on after what the current stream has been given so far."""
@@ -266,31 +229,27 @@ class DeviceCommunicator(Communicator):
             raise ValueError(f"{what}: a flag is a 4-byte integer; got {tensor.numel()} of {tensor.dtype}")
         return tensor.data_ptr()
 
-    def _issue(self, call: Any, args: tuple, keep: Any, copies: tuple, target: Any, result: Any, async_op: bool) -> Any:
-        if target is not None and not copies and not target.is_inference():
-            torch.autograd.graph.increment_version(target)
-        stream = _C.current_stream(*self._place)
+    def _issue(
+        self, call: Callable[..., Any], args: tuple[Any, ...], keep: Any, copies: CopyPairs, result: Any, blocking: bool
+    ) -> Work | None:
+        stream = self.current_stream
+        if blocking and not self._after_caller:
+            raise ValueError("signalled(): a blocking call follows the current stream; use async_op=True")
         try:
-            if not async_op and not open_group.depth:
-                if not self._after_caller:
-                    raise ValueError("signalled(): a blocking call follows the current stream; use async_op=True")
+            if blocking:
                 call(*args, True, self._timeout_ms, None, stream, True)
                 copy_all(copies)
-                return result
+                return None
             core = call(*args, False, self._timeout_ms, keep, stream, self._after_caller)
         except Mismatch as error:
             self._spread(error)
             raise
-        work = DeviceWork(self, core, result, copies)
-        if copies and not open_group.depth:
-            work.copy_in_order()
-        return self._pending(work, result, async_op)
+        return DeviceWork(self, core, result, copies)
 
-    def _alone(self, source: torch.Tensor, target: Any, result: Any, async_op: bool) -> Any:
-        super()._alone(source, target, result, False)
-        return DeviceWork(self, None, result, ()) if async_op else result
+    def _nothing_pending(self, result: Any) -> Work:
+        return DeviceWork(self, None, result, ())
 
-    def _reduction(self, what: str, send: torch.Tensor, op: int, scale: float | None) -> tuple[Any, torch.Tensor, Any]:
-        if scale is None:
-            return super()._reduction(what, send, op, None)
-        return getattr(self._core, f"{what}_scaled"), send, float(scale)
+    def _scaled(
+        self, op: str, source: torch.Tensor, args: tuple[Any, ...], scale: float
+    ) -> tuple[Callable[..., Any], torch.Tensor, tuple[Any, ...]]:
+        return getattr(self._core, f"{op}_scaled"), source, (float(scale),)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from typing import TYPE_CHECKING
@@ -34,9 +35,31 @@ def check_device(what: str, device: str | torch.device) -> tuple[str, int | None
         raise unknown from None
     accelerator = torch.accelerator.current_accelerator(check_available=True)  # else what torch is built for
     if accelerator is None or accelerator.type != kind:
-        found = "none" if accelerator is None else f"{accelerator.type!r}"
+        available = "none" if accelerator is None else f"{accelerator.type!r}"
         raise ValueError(
-            f"{what}: device={str(device)!r}, and torch {torch.__version__} finds {found} here; use device='cpu', or a"
-            " torch that is built for the GPU and a machine that has one"
+            f"{what}: device={str(device)!r}, and torch {torch.__version__} finds {available} here; use device='cpu',"
+            " or a torch that is built for the GPU and a machine that has one"
         )
     return kind, index
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device with its index, made current: the index given, else LOCAL_RANK, else the current device.
+
+    Raises:
+        ValueError: This torch, or this machine, does not have it.
+    """
+    import torch
+
+    kind, index = check_device("connect", device)
+    if kind == "cpu":
+        return torch.device(device)
+    count = torch.accelerator.device_count()
+    if index is None:
+        index = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
+        if count == 1:
+            index = 0  # the launcher shows each rank its own GPU; two ranks on one are found when they meet
+    if index >= count:
+        raise ValueError(f"connect: device {index} of {count}; start at most {count} ranks on this machine")
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)

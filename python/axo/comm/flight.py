@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import TYPE_CHECKING, Any
 
 from axo import files
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _TIMES = ("issued", "written", "epoch")
-_FIELDS: dict[str, type] = {
-    **dict.fromkeys(("communicator", "id", "host", "op", "dtype", "state"), str),
-    **dict.fromkeys(("rank", "size", "pid", "sequence", "count"), int),
-    **dict.fromkeys(_TIMES, float),
-}
-_OPTIONAL: dict[str, type | tuple[type, ...]] = {  # may be null, or not there
-    **dict.fromkeys(("world_rank", "root", "tag"), int),
-    "failure": str,
-    "ended": (int, float),
+_FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("communicator", "id", "host", "op", "dtype", "state"), (str,)),
+    **dict.fromkeys(("rank", "size", "pid", "sequence", "count"), (int,)),
+    **dict.fromkeys(_TIMES, (int, float)),
+    # may be null, or not there
+    **dict.fromkeys(("world_rank", "root", "tag"), (int, NoneType)),
+    "failure": (str, NoneType),
+    "ended": (int, float, NoneType),
 }
 _MOST = 64 << 20  # bytes of a file: of some hundred communicators
 _MOST_RANKS = 1 << 20  # of one communicator; each of those that have no record is listed
@@ -113,7 +112,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Late:
+class Skew:
     """One collective that ranks came to at different times.
 
     Attributes:
@@ -131,6 +130,11 @@ class Late:
     missing: tuple[int, ...]
     forgotten: tuple[int, ...]
     waited: float  # seconds that the first rank has waited when its file was written or the operation ended
+
+    @property
+    def label(self) -> tuple[str, str]:
+        """Communicator and operation, for a table."""
+        return f"{self.line.name} of {self.line.size}", f"{self.op} #{self.sequence}"
 
     @property
     def unknown(self) -> Iterator[int]:
@@ -183,16 +187,11 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{where}: is not JSON ({error}); give files named axo-flight-PID.jsonl") from None
         if not isinstance(record, dict):
             raise ValueError(f"{where}: is not a JSON object; give files named axo-flight-PID.jsonl")
-        for name, kind in _FIELDS.items():
-            value = record.get(name)
-            if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
-                raise ValueError(
-                    f"{where}: {name}={files.shown(value)} is not {kind.__name__}; give files that Axo has written"
-                )
-        for name, kinds in _OPTIONAL.items():
+        for name, kinds in _FIELDS.items():
             value = record.setdefault(name, None)
-            if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
-                raise ValueError(f"{where}: {name}={files.shown(value)} cannot be; give files that Axo has written")
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                wrong = "cannot be" if NoneType in kinds else f"is not {kinds[-1].__name__}"
+                raise ValueError(f"{where}: {name}={files.shown(value)} {wrong}; give files that Axo has written")
         if not 0 <= record["rank"] < record["size"] <= _MOST_RANKS:
             raise ValueError(f"{where}: rank {files.shown(record['rank'])} of {files.shown(record['size'])} cannot be")
         if not all(abs(record[name] or 0) < _MOST_SECONDS for name in (*_TIMES, "ended")):
@@ -200,54 +199,45 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def lateness(line: Line) -> list[Late]:
+def skews(line: Line) -> list[Skew]:
     """The collectives of one communicator, in order, that at least one rank still remembers."""
     sequences = sorted({sequence for operations in line.ranks.values() for sequence in operations})
-    first = {rank: min(operations) for rank, operations in line.ranks.items() if operations}
-    return [_late(line, sequence, first) for sequence in sequences]
+    first = {rank: min(operations, default=0) for rank, operations in line.ranks.items()}
+    return [_skew(line, sequence, first) for sequence in sequences]
 
 
-def _late(line: Line, sequence: int, first_known: dict[int, int]) -> Late:
-    here = {rank: operations[sequence] for rank, operations in line.ranks.items() if sequence in operations}
-    missing: list[int] = []
-    forgotten: list[int] = []
-    for rank in sorted(line.ranks.keys() - here.keys()):
-        (forgotten if sequence < first_known.get(rank, 0) else missing).append(rank)
-    one_host = len({record["host"] for record in here.values()}) == 1
-    times = {rank: record["issued"] + (0.0 if one_host else record["epoch"]) for rank, record in here.items()}
+def _skew(line: Line, sequence: int, first_known: dict[int, int]) -> Skew:
+    records = {rank: operations[sequence] for rank, operations in line.ranks.items() if sequence in operations}
+    without = sorted(line.ranks.keys() - records.keys())
+    one_host = len({record["host"] for record in records.values()}) == 1
+    times = {rank: record["issued"] + (0.0 if one_host else record["epoch"]) for rank, record in records.items()}
     first, last = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
-    states = {record["state"] for record in here.values()}
-    state = next((name for name in ("failed", "running", "queued") if name in states), "done")
-    ended = here[first]["ended"]
-    complete = len(here) == line.size
-    return Late(
+    states = {record["state"] for record in records.values()}
+    earliest, complete = records[first], len(records) == line.size
+    ended = earliest["written"] if earliest["ended"] is None else earliest["ended"]
+    return Skew(
         line,
         sequence,
-        here[first]["op"],
-        state,
-        times[last] - times[first] if complete else None,
-        last if complete else None,
-        tuple(missing),
-        tuple(forgotten),
-        (ended if ended is not None else here[first]["written"]) - here[first]["issued"],
+        op=earliest["op"],
+        state=next((name for name in ("failed", "running", "queued") if name in states), "done"),
+        seconds=times[last] - times[first] if complete else None,
+        last=last if complete else None,
+        missing=tuple(rank for rank in without if sequence >= first_known[rank]),
+        forgotten=tuple(rank for rank in without if sequence < first_known[rank]),
+        waited=ended - earliest["issued"],
     )
 
 
-def stuck(lines: Iterable[Line]) -> list[Late]:
+def stuck(lines: Iterable[Line]) -> list[Skew]:
     """For each communicator its first collective that has not ended well everywhere, or that a rank has not come to."""
-    found = []
-    for line in lines:
-        for late in lateness(line):
-            if late.state != "done" or late.missing:
-                found.append(late)
-                break
-    return found
+    first = (next((each for each in skews(line) if each.state != "done" or each.missing), None) for line in lines)
+    return [each for each in first if each is not None]
 
 
-def latest(lines: Iterable[Line]) -> list[Late]:
+def latest(lines: Iterable[Line]) -> list[Skew]:
     """The ten collectives that all ranks came to, and whose first and last rank were farthest apart."""
-    complete = [late for line in lines for late in lateness(line) if late.seconds is not None]
-    return sorted(complete, key=lambda late: -(late.seconds or 0.0))[:10]
+    complete = [each for line in lines for each in skews(line) if each.seconds is not None]
+    return sorted(complete, key=lambda each: -(each.seconds or 0.0))[:10]
 
 
 def _listed(items: Iterable[str]) -> str:
@@ -259,45 +249,36 @@ def render(paths: list[Path], console: Console) -> None:
     """Print what the files say as tables of rich."""
     from rich.table import Table
 
+    def table(title: str, columns: dict[str, bool], rows: Iterable[tuple[str, ...]]) -> None:
+        """``columns``: whether each may wrap."""
+        shown = Table(title=title, title_justify="left")
+        for column, wraps in columns.items():
+            shown.add_column(column, no_wrap=not wraps)
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+
     lines = read(paths)
-    waiting = stuck(lines)
-    if waiting:
-        table = Table(title="not complete", title_justify="left")
-        for column in ("communicator", "operation", "state", "waited", "not arrived", "no record"):
-            table.add_column(column, no_wrap=column == "operation")
-        for late in waiting[:_SHOWN]:
-            table.add_row(
-                f"{late.line.name} of {late.line.size}",
-                f"{late.op} #{late.sequence}",
-                late.state,
-                f"{late.waited:.3f} s",
-                _listed(late.line.called(rank) for rank in late.missing),
-                _listed(map(str, late.unknown)),
-            )
-        console.print(table)
+    if waiting := stuck(lines)[:_SHOWN]:
+        columns = ("communicator", "operation", "state", "waited", "not arrived", "no record")
+        rows = []
+        for each in waiting:
+            missing = _listed(each.line.called(rank) for rank in each.missing)
+            rows.append((*each.label, each.state, f"{each.waited:.3f} s", missing, _listed(map(str, each.unknown))))
+        table("not complete", {column: column != "operation" for column in columns}, rows)
     for line in lines[:_SHOWN]:
-        for rank, failure in sorted(line.failures.items())[:_SHOWN]:
-            console.print(f"{line.name}, rank {line.called(rank)}: {failure}", markup=False, highlight=False)
-        pending = [message for message in line.messages if message["state"] != "done"]
-        for message in pending[:10]:
+        told = [f"rank {line.called(rank)}: {why}" for rank, why in sorted(line.failures.items())[:_SHOWN]]
+        for message in [message for message in line.messages if message["state"] != "done"][:10]:
             peer = "any rank" if message["root"] is None else f"rank {message['root']}"
-            console.print(
-                f"{line.name}, rank {line.called(message['rank'])}: {message['op']} with {peer},"
-                f" tag {message['tag']}, is {message['state']}",
-                markup=False,
-                highlight=False,
-            )
-    table = Table(title="last to come, by how long after the first", title_justify="left")
-    for column in ("communicator", "operation", "last rank", "late by"):
-        table.add_column(column, no_wrap=True)
-    for late in latest(lines):
-        assert late.last is not None and late.seconds is not None
-        table.add_row(
-            f"{late.line.name} of {late.line.size}",
-            f"{late.op} #{late.sequence}",
-            late.line.called(late.last),
-            f"{late.seconds * 1e3:.3f} ms",
-        )
-    console.print(table)
+            what = f"{message['op']} with {peer}, tag {message['tag']}, is {message['state']}"
+            told.append(f"rank {line.called(message['rank'])}: {what}")
+        for text in told:
+            console.print(f"{line.name}, {text}", markup=False, highlight=False)
+    last = [
+        (*each.label, each.line.called(each.last or 0), f"{(each.seconds or 0.0) * 1e3:.3f} ms")
+        for each in latest(lines)
+    ]
+    unwrapped = dict.fromkeys(("communicator", "operation", "last rank", "late by"), False)
+    table("last to come, by how long after the first", unwrapped, last)
     total = sum(len(operations) for line in lines for operations in line.ranks.values())
     console.print(f"{len(paths)} files, {len(lines)} communicators, {total} collectives", highlight=False)

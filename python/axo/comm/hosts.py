@@ -1,25 +1,13 @@
-"""What serves CPU ranks, by the hosts that they are on.
+"""Ranks of one machine that play several hosts, for tests and benches.
 
-one host         shared memory
-several hosts    shared memory inside each host, TCP between them (axo.comm.wire)
-
-Two ranks are on one host when hostname, boot id, network namespace and user are equal. ``simulate`` lets ranks of one
-machine play several hosts, for tests and benches.
+Two ranks are on one host when hostname, boot id, network namespace and user are equal.
 """
 
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Sequence
 
-from torch.distributed import Store
-
-from axo.comm import wire
 from axo.comm.extension import _C
-from axo.comm.flight import arm
-from axo.comm.rendezvous import TimeLeft, gather, give_up, given_up, next_round
-from axo.errors import Aborted, PeerLost, Timeout
 
 
 def simulate(ranks_per_host: int, *, rate: float = 0.0, latency: float = 0.0) -> None:
@@ -43,62 +31,3 @@ def simulate(ranks_per_host: int, *, rate: float = 0.0, latency: float = 0.0) ->
         raise ValueError(f"simulate: ranks_per_host={ranks_per_host}, RANK={rank!r}; use a number of ranks, in a rank")
     _C.simulate_host(f"host{int(rank) // ranks_per_host}" if ranks_per_host else "")
     _C.simulate_link(rate, latency)
-
-
-def create_core(
-    store: Store,
-    key: str,
-    rank: int,
-    size: int,
-    name: str,
-    seconds: float,
-    members: Sequence[int] = (),
-    *,
-    meeting: float,
-) -> _C.Communicator:
-    """The core's communicator of the CPU ranks that meet under ``key`` in the store. Collective.
-
-    ``seconds``: the time limit of its operations; ``meeting``: that of this call.
-    ``members``: their ranks in the world, where other ranks may have met, or will meet, under the same key.
-
-    Raises:
-        Timeout: Ranks have not come; names them. PeerLost: One came and died, or gave up. Error: The hosts cannot reach
-            each other.
-    """
-    arm()
-    core = _met(store, key, rank, size, name, TimeLeft(meeting), members)
-    core.set_timeout(int(seconds * 1000))
-    return core
-
-
-def _met(
-    store: Store, key: str, rank: int, size: int, name: str, left: TimeLeft, members: Sequence[int]
-) -> _C.Communicator:
-    if size == 1:
-        return _C.create_host_communicator(store, key, rank, size, name, int(left() * 1000))
-    # How many times these ranks have met here: a store outlives its groups, and a later one may have the same name.
-    place = f"{key}/hosts/{size}/{zlib.crc32(repr(list(members)).encode()):x}"
-    round_ = next_round(store, place, rank)
-    who = f"communicator {name!r} (rank {rank} of {size})"
-    identities = gather(store, f"{round_}/host", rank, size, left(), who, _C.host_identity())
-    try:
-        if len(set(identities)) == 1:
-            return _C.create_host_communicator(store, round_, rank, size, name, int(left() * 1000))
-        return _between_hosts(store, round_, rank, size, name, left, identities)
-    except (Aborted, PeerLost, Timeout):
-        if (gone := given_up(store, round_, who)) is not None:
-            raise gone from None
-        raise
-    except Exception as error:
-        give_up(store, round_, rank, error)
-        raise
-
-
-def _between_hosts(
-    store: Store, round_: str, rank: int, size: int, name: str, left: TimeLeft, identities: list[str]
-) -> _C.Communicator:
-    who = f"communicator {name!r} (rank {rank} of {size})"
-    lines = wire.connect(store, round_, rank, size, identities, left, who)
-    return _C.create_hosts_communicator(
-        store, round_, rank, lines.data, lines.pulse, identities, name, int(left() * 1000)
-    )

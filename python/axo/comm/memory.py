@@ -7,24 +7,21 @@ exact either way. It checks; it does not move.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
 
 from axo.comm.extension import _C
 
-if TYPE_CHECKING:
-    from axo.comm.connect import Communicators
-    from axo.comm.device import DeviceCommunicator
-
 # The codes of the core, by torch's dtype and by the name of the operation (csrc/base/types.h).
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in enumerate(_C.DTYPES)}
 OPS: dict[str, int] = {name: code for code, name in enumerate(_C.OPS)}
 
+CopyPairs = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # (to, from)
+Buffers = tuple[torch.Tensor | None, torch.Tensor | None, CopyPairs]
 _CPU = torch.device("cpu")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -96,11 +93,17 @@ def plain_output(tensor: torch.Tensor, what: str) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def check_elements(what: str, out: torch.Tensor, count: int, dtype: torch.dtype, why: str) -> None:
-    if out.dtype != dtype:
-        raise ValueError(f"{what}: out has dtype {out.dtype}, the input {dtype}; they must be equal")
-    if out.numel() != count:
-        raise ValueError(f"{what}: out has {out.numel()} elements, expected {count} ({why})")
+def rows_of(tensor: torch.Tensor) -> int:
+    """Along dim 0; a scalar counts as one."""
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def check_elements(what: str, out: torch.Tensor, count: int | None, source: torch.Tensor) -> None:
+    """Refuse an ``out`` that has not ``count`` elements (None: any) of the dtype of ``source``."""
+    if out.dtype != source.dtype:
+        raise ValueError(f"{what}: out has dtype {out.dtype}, the input {source.dtype}; they must be equal")
+    if count is not None and out.numel() != count:
+        raise ValueError(f"{what}: out has {out.numel()} elements, expected {count} (the input has {source.numel()})")
 
 
 def check_overlap(what: str, source: torch.Tensor, target: torch.Tensor, offset: int) -> None:
@@ -133,7 +136,7 @@ def rows_to_elements(
     name: str, counts: Sequence[int] | None, tensor: torch.Tensor, size: int
 ) -> tuple[list[int], list[int]]:
     """Counts and offsets, in elements, of the parts of an all_to_all: ``counts`` rows of dim 0 each (None: equal)."""
-    rows = tensor.shape[0] if tensor.dim() else 1
+    rows = rows_of(tensor)
     if counts is None:
         if rows % size:
             raise ValueError(f"all_to_all: dim 0 has {rows} rows, which do not divide over {size} ranks; give {name}")
@@ -150,81 +153,42 @@ def rows_to_elements(
     return elements, offsets
 
 
-def core_buffers(what: str, source: torch.Tensor, target: torch.Tensor, offset: int = 0) -> tuple[Any, Any, tuple]:
+def core_buffers(what: str, source: torch.Tensor | None, target: torch.Tensor | None, rank: int) -> Buffers:
     """What the core reads and writes, and the copies ``(to, from)`` to make afterwards.
 
-    In place is ``target is source``, or memory that begins ``offset`` bytes apart.
+    In place is ``target is source``, or that the smaller one is the part of ``rank`` of the larger.
     """
+    if target is None:
+        return None if source is None else plain_input(source), None, ()
     receive = plain_output(target, what)
-    if target is source:
-        if receive is not target:
-            receive.copy_(source.detach())
-        send = receive
-    else:
-        send = plain_input(source)
-        if receive is target:
-            whole, part = (target, send) if target.nbytes >= send.nbytes else (send, target)
-            check_overlap(what, whole, part, offset)
-    return send, receive, () if receive is target else ((target, receive),)
+    copies = () if receive is target else ((target, receive),)
+    if source is None or source is target:
+        if copies:
+            receive.copy_(target.detach())
+        return None if source is None else receive, receive, copies
+    send = plain_input(source)
+    if not copies:
+        part, whole = (send, target) if send.nbytes <= target.nbytes else (target, send)
+        in_place = what != "all_to_all_v" and part.nbytes < whole.nbytes
+        check_overlap(what, whole, part, rank * part.nbytes if in_place else 0)
+    return send, receive, copies
 
 
-def address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def empty_shared(
-    shape: Sequence[int],
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    comms: Communicators | DeviceCommunicator | None = None,
-) -> torch.Tensor:
-    """An uninitialised tensor in memory that the ranks' collectives use where it lies, without staging.
-
-    On the CPU it is memory of this process that the ranks of the host can share. On a GPU it comes from NCCL's own
-    allocator (``comms`` says whose), and is a window of every communicator of ``comms``: then this call is collective,
-    with equal sizes on all ranks. Worth it for large buffers that are reduced or gathered again and again. A view of
-    one is as good. The memory lives as long as a tensor of it; a process that is forked later does not have it and
-    must not touch it. On a GPU all ranks drop their tensors in one order, and before they make the next: NCCL gives a
-    window the first place that is free, and it must be the same on all ranks. Dropping one waits for the device.
-
-    Raises:
-        ValueError: A GPU without ``comms``, or another device than theirs; a shape that is none; a dtype that Axo does
-            not move. axo.Error: No room, or the library is too old for it.
-    """
-    for size in shape:
-        check_integer("empty_shared", "shape", size, bits=64)
-    if any(size < 0 for size in shape):
-        raise ValueError(f"empty_shared: shape {tuple(shape)} has a negative size")
-    if dtype not in DTYPES:
-        raise ValueError(f"empty_shared: dtype {dtype} is not supported; view it as one that is, such as torch.uint8")
-    count = math.prod(shape)
-    if count * dtype.itemsize >= 2**63:
-        raise ValueError(f"empty_shared: shape {tuple(shape)} is more memory than can be addressed")
-    place = torch.device(device)
-    if place.type != "cpu":
-        return _empty_on_device(tuple(shape), dtype, place, comms)
-    if count == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
-    memory = _C.SharedMemory(count * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
-
-
-def _empty_on_device(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, comms: Communicators | DeviceCommunicator | None
-) -> torch.Tensor:
-    if comms is None or comms.device.type != device.type or device.index not in (None, comms.device.index):
-        raise ValueError(
-            f"empty_shared: device={str(device)!r} needs comms, the communicators of that device that will use it"
-        )
-    lines = [line for line in comms.communicators if line.size > 1]
-    count = math.prod(shape)
-    if not lines or count == 0:
-        return torch.empty(shape, dtype=dtype, device=comms.device)
-    memory = _C.device_memory(
-        [cast("_C.DeviceCommunicator", line._core) for line in lines], count * dtype.itemsize, str(comms.device)
-    )
-    return torch.from_dlpack(memory).view(dtype).view(shape)
+def core_arguments(
+    op: str, send: torch.Tensor | None, receive: torch.Tensor | None, size: int, *others: Any
+) -> tuple[Any, ...]:
+    """What the core's call ``op`` takes: addresses, elements of one part, the code of the dtype, and ``others``."""
+    buffer = receive if send is None else send
+    if buffer is None:
+        return ()
+    code, sent = DTYPES[buffer.dtype], 0 if send is None else send.data_ptr()
+    received = 0 if receive is None else receive.data_ptr()
+    if op == "all_to_all_v":  # counts and offsets of what is sent, and of what comes
+        return sent, *others[:2], received, *others[2:], code
+    count = buffer.numel() if receive is None else min(buffer.numel(), receive.numel())
+    if op in ("broadcast", "send", "recv"):  # one buffer
+        return sent or received, count, code, *others
+    return sent, received, count // size if op == "all_to_all" else count, code, *others
 
 
 def physical_memory(device: torch.device) -> int | None:
@@ -234,8 +198,3 @@ def physical_memory(device: torch.device) -> int | None:
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).total_memory
     return None
-
-
-def shared_block(size: int) -> Any:
-    """``size`` bytes of such memory as a buffer; it is free when nobody refers to it."""
-    return _C.SharedMemory(size)

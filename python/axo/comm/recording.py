@@ -28,14 +28,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from axo.comm.communicator import NOTHING, Communicator
 from axo.comm.connect import Communicators
-from axo.comm.counting import watch
+from axo.comm.counting import observers
 from axo.comm.extension import _C
-from axo.comm.memory import check_elements
+from axo.comm.memory import scaled
 from axo.comm.transports import alone
 from axo.comm.work import Work
 from axo.grid import Grid
 
 TRANSPORT = "recording"
+# The operations that are recorded, and what is told of each beside tensors: its reduction or root.
+_RECORDED = {
+    "all_reduce": "{reduction}",
+    "all_gather": "",
+    "reduce_scatter": "{reduction}",
+    "broadcast": "root {0}",
+    "reduce": "{reduction} to root {1}",
+    "barrier": "",
+}
 _AT_ONCE = 2  # operations of one communicator that count as under way
 _INSIDE = ("axo.comm.", "axo.overlap.", "axo.matmul.", "axo.nn.", "torch.")
 
@@ -99,16 +108,6 @@ class _UnderWay:
         callback()
 
 
-def _not_recorded(op: str) -> Any:
-    def refuse(self: Communicator, *args: Any, **options: Any) -> Any:
-        raise NotImplementedError(
-            f"{op}: a dry run does not record this operation; it knows all_reduce, all_gather, reduce_scatter,"
-            " broadcast, reduce"
-        )
-
-    return refuse
-
-
 class RecordingCommunicator(Communicator):
     """The collectives of one axis among ranks that are not there."""
 
@@ -117,106 +116,60 @@ class RecordingCommunicator(Communicator):
         self.rank, self.size, self.transport, self.issued = rank, size, TRANSPORT, issued
         self._under_way: deque[_UnderWay] = deque()
 
-    def all_reduce(
-        self, tensor: Any, op: str = "sum", async_op: bool = False, *, out: Any = None, scale: float | None = None
-    ) -> Any:
-        source = self._tensor(tensor, "all_reduce")
-        self._op("all_reduce", op, source, scale)
-        target = source if out is None else self._tensor(out, "all_reduce")
-        check_elements("all_reduce", target, source.numel(), source.dtype, "as the input")
-        return self._note("all_reduce", source, target, self._reduced(source, op, scale), async_op, op)
-
-    def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
-        source = self._tensor(tensor, "all_gather")
-        target, _ = self._whole("all_gather", source, tensor, out)
-        with _disable_current_modes():  # what stands for peers is no memory of this rank
-            whole = None if isinstance(source, FakeTensor) else source.reshape(-1).repeat(self.size)
-        return self._note("all_gather", source, target, whole, async_op)
-
-    def reduce_scatter(
-        self, tensor: Any, out: Any = None, op: str = "sum", async_op: bool = False, *, scale: float | None = None
-    ) -> Any:
-        source = self._tensor(tensor, "reduce_scatter")
-        self._op("reduce_scatter", op, source, scale)
-        target, _ = self._part("reduce_scatter", source, tensor, out)
-        values = self._reduced(source, op, scale)
-        with _disable_current_modes():
-            mine = None if values is None else values.reshape(self.size, -1)[self.rank]
-        return self._note("reduce_scatter", source, target, mine, async_op, op)
-
-    def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
-        self._check_rank("broadcast", "root", root)
-        source = self._tensor(tensor, "broadcast")
-        written = self.rank != root
-        return self._note("broadcast", source, source, None, async_op, f"root {root}", written=written)
-
-    def barrier(self, async_op: bool = False) -> Any:
-        return self._note("barrier", NOTHING, None, None, async_op)
-
-    def reduce(self, tensor: Any, root: int = 0, op: str = "sum", async_op: bool = False, *, out: Any = None) -> Any:
-        self._check_rank("reduce", "root", root)
-        source = self._tensor(tensor, "reduce")
-        self._op("reduce", op, source)
-        target = source if out is None else self._tensor(out, "reduce")
-        check_elements("reduce", target, source.numel(), source.dtype, "as the input")
-        here, detail = self.rank == root, f"{op} to root {root}"
-        values = self._reduced(source, op, None) if here else None
-        result = self._note("reduce", source, target, values, async_op, detail, written=here)
-        return result if here or async_op else None
-
-    gather, scatter, all_to_all = _not_recorded("gather"), _not_recorded("scatter"), _not_recorded("all_to_all")
-    send, recv = _not_recorded("send"), _not_recorded("recv")
-
     def split(self, color: int, key: int = 0, *, name: str | None = None, axis: str | None = None) -> NoReturn:
         raise NotImplementedError("split: a communicator without peers cannot know their colors")
-
-    def abort(self, reason: str) -> None:
-        """Nobody is there to be told."""
-
-    def close(self) -> None:
-        """Nothing is pending."""
 
     def _tensor(self, array: Any, what: str) -> torch.Tensor:
         return array if isinstance(array, FakeTensor) else super()._tensor(array, what)
 
-    def _reduced(self, source: torch.Tensor, op: str, scale: float | None) -> torch.Tensor | None:
-        """What the ranks would get if all held ``source``; None where there are no values."""
-        if isinstance(source, FakeTensor):
-            return None
-        with _disable_current_modes():
-            found = source.detach() if scale is None else source.detach() * scale
-            if op == "sum":
-                return found * self.size
-            return found**self.size if op in ("prod", "product") else found
-
-    def _note(
+    def _run(
         self,
         op: str,
-        source: torch.Tensor,
+        source: torch.Tensor | None,
         target: torch.Tensor | None,
-        values: torch.Tensor | None,
+        result: Any,
         async_op: bool,
-        detail: str = "",
-        *,
+        *args: Any,
+        scale: float | None = None,
         written: bool = True,
     ) -> Any:
-        self._count(op, source)
-        dtype = str(source.dtype).removeprefix("torch.")
-        self.issued.append(Issued(op, self.axis, dtype, source.numel(), detail, _where()))
+        if op not in _RECORDED:
+            raise NotImplementedError(
+                f"{op}: a dry run does not record this operation; it knows {', '.join(_RECORDED)}"
+            )
+        start, moved = time.perf_counter(), source if source is not None else target
+        counted = NOTHING if moved is None else moved
+        reduction = _C.OPS[args[0]] if "reduc" in op else ""
+        detail = _RECORDED[op].format(*args, reduction=reduction)
+        self.issued.append(Issued(op, self.axis, _name(counted.dtype), counted.numel(), detail, _where()))
         if target is not None and written:
             _C.modified(target)
-            if values is not None:
+            if source is not None and not isinstance(source, FakeTensor):
+                # What stands for peers is no memory of this rank.
                 with torch.no_grad(), _disable_current_modes():
-                    target.copy_(values.reshape(target.shape))
-        start = time.perf_counter()
-        if not async_op:
-            watch.add(self.axis, start, None)
-            return target
-        self._under_way.append(_UnderWay(source, target))
-        work = Work(self, self._under_way[-1], target, ())
-        if len(self._under_way) > _AT_ONCE:
-            self._under_way.popleft().wait()
-        return self._pending(work, target, True)
+                    target.copy_(self._value(op, scaled(source.detach(), scale), reduction).reshape(target.shape))
+        work = None
+        if async_op:
+            self._under_way.append(_UnderWay(source, target))
+            work = Work(self, self._under_way[-1], result, ())
+            if len(self._under_way) > _AT_ONCE:
+                self._under_way.popleft().wait()
+        observers.issued(op, self.axis, counted, start, work)
+        return result if work is None else self._pending(work, result, True)
+
+    def _value(self, op: str, source: torch.Tensor, reduction: str) -> torch.Tensor:
+        """What this rank would get if all held ``source``."""
+        if op == "all_gather":
+            return source.reshape(-1).repeat(self.size)
+        if reduction == "sum":
+            source = source * self.size
+        elif reduction == "product":
+            source = source**self.size
+        return source.reshape(self.size, -1)[self.rank] if op == "reduce_scatter" else source
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _where() -> str:
@@ -272,8 +225,7 @@ class RecordingGroup(dist.ProcessGroup):
         return _Message(tensors[0])
 
     def _note(self, op: str, tensor: torch.Tensor, peer: int) -> dist.Work:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self.issued.append(Issued(op, "pipeline", dtype, tensor.numel(), "", _where(), peer))
+        self.issued.append(Issued(op, "pipeline", _name(tensor.dtype), tensor.numel(), "", _where(), peer))
         return _Message(tensor)
 
 
@@ -290,26 +242,16 @@ class RecordingCommunicators(Communicators):
     def __init__(self, grid: Grid, rank: int, stages: int = 1) -> None:
         self.issued: list[Issued] = []
         name = "world" if stages == 1 else "everyone"
-        everyone = self._one(name, rank, grid.world_size * stages)
+        nobody = alone(name, torch.device("cpu"))
+        everyone = self._part(nobody, 0, rank, grid.world_size * stages, name, name)
         super().__init__(grid, rank, everyone, owns_process_group=False, timeout=1.0, stages=stages)
 
-    def _one(self, name: str, rank: int, size: int, axis: str = "") -> Communicator:
-        axis = axis or name
-        if size == 1:
-            return alone(axis, torch.device("cpu"))
-        return RecordingCommunicator(rank, size, name=name, axis=axis, issued=self.issued)
-
-    def _of_stages(self) -> tuple[Communicator, Communicator]:
-        world = self._one("world", self.rank, self.grid.world_size)
-        return world, self._one("pipeline", self.stage, self.stages)
-
-    def among(self, stages: list[int], name: str) -> Communicator | None:
-        if self.stage not in stages:
+    def _split(self, of: Communicator, color: int, rank: int, size: int, name: str, axis: str) -> Communicator | None:
+        if color < 0:
             return None
-        return self._one(name, stages.index(self.stage), len(stages), "pipeline")
-
-    def _line(self, axis: str) -> Communicator:
-        return self._one(axis, getattr(self.coords, axis), self.grid.size(axis))
+        if size == 1:
+            return alone(axis, of.device)
+        return RecordingCommunicator(rank, size, name=name, axis=axis, issued=self.issued)
 
     @contextmanager
     def messages(self) -> Iterator[None]:
@@ -334,9 +276,6 @@ class RecordingCommunicators(Communicators):
         finally:
             del self.pipeline_group
             dist.destroy_process_group()
-
-    def _neighbour_line(self, axis: str, count: int) -> Communicator:
-        return self._one(f"{axis}/{count}", getattr(self.coords, axis) % count, count, axis)
 
 
 def recording(grid: Grid | str, rank: int = 0, stages: int = 1) -> RecordingCommunicators:

@@ -1,42 +1,24 @@
-"""Which transport serves a communicator: the one place that decides it, and the device that a rank uses.
+"""Which transport serves a communicator: the one place that decides it.
 
-cpu     shared memory of one host; of several hosts, with Gloo between them (axo.comm.hosts)
-                                        axo.comm.communicator.Communicator
-cuda    NCCL or RCCL, over any hosts    axo.comm.device.DeviceCommunicator
+cpu     one host: shared memory; several: with TCP between them (axo.comm.wire)    Communicator
+cuda    NCCL or RCCL, over any hosts                                               DeviceCommunicator
 """
 
 from __future__ import annotations
 
-import os
+import zlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from axo.comm import wire
 from axo.comm.communicator import Communicator
 from axo.comm.device import DeviceCommunicator, DeviceOptions, ask_for_launch_order
-from axo.comm.device_choice import check_device
 from axo.comm.extension import _C
-from axo.comm.hosts import create_core
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """The device with its index, made current: the index given, else LOCAL_RANK, else the current device.
-
-    Raises:
-        ValueError: This torch, or this machine, does not have it.
-    """
-    kind, index = check_device("connect", device)
-    if kind == "cpu":
-        return torch.device(device)
-    count = torch.accelerator.device_count()
-    if index is None:
-        index = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
-        if count == 1:
-            index = 0  # the launcher shows each rank its own GPU; two ranks on one are found when they meet
-    if index >= count:
-        raise ValueError(f"connect: device {index} of {count}; start at most {count} ranks on this machine")
-    torch.accelerator.set_device_index(index)
-    return torch.device(kind, index)
+from axo.comm.flight import arm
+from axo.comm.rendezvous import Meeting, TimeLeft
+from axo.errors import Aborted, PeerLost, Timeout
 
 
 def alone(name: str, device: torch.device) -> Communicator:
@@ -63,10 +45,51 @@ def meet(
     ``threads``: this rank is a thread, and others of this process use GPUs too.
     """
     if device.type == "cpu":
-        core = create_core(store, key, rank, size, "world", seconds, meeting=meeting)
+        core = host_core(store, key, rank, size, "world", seconds, meeting=meeting)
         return Communicator(core, name="world", axis="world")
     ask_for_launch_order()
     core_options = options.for_core(int(meeting * 1000), device.index)
     core = _C.create_device_communicator(store, key, rank, size, core_options, threads)
     core.set_timeout(int(seconds * 1000))
     return DeviceCommunicator(core, name="world", axis="world", device=device)
+
+
+def host_core(
+    store: dist.Store,
+    key: str,
+    rank: int,
+    size: int,
+    name: str,
+    seconds: float,
+    members: Sequence[int] = (),
+    *,
+    meeting: float,
+) -> _C.Communicator:
+    """The core's communicator of the CPU ranks that meet under ``key`` in the store. Collective.
+
+    ``members``: their ranks in the world, where other ranks may have met, or will meet, under the same key.
+
+    Raises:
+        Timeout: Ranks have not come; names them. PeerLost: One came and died, or gave up. Error: The hosts cannot reach
+            each other.
+    """
+    arm()
+    ranks = Meeting(store, rank, size, f"communicator {name!r} (rank {rank} of {size})", TimeLeft(meeting))
+    # How many times these ranks have met here: a store outlives its groups, and a later one may have the same name.
+    round_ = key if size == 1 else ranks.round(f"{key}/hosts/{size}/{zlib.crc32(repr(list(members)).encode()):x}")
+    hosts = ranks.gather(f"{round_}/host", _C.host_identity()) if size > 1 else []
+    try:
+        if len(set(hosts)) > 1:
+            lines, left = wire.connect(ranks, round_, hosts), int(ranks.left() * 1000)
+            core = _C.create_hosts_communicator(store, round_, rank, lines.data, lines.pulse, hosts, name, left)
+        else:
+            core = _C.create_host_communicator(store, round_, rank, size, name, int(ranks.left() * 1000))
+    except (Aborted, PeerLost, Timeout):
+        if (gone := ranks.given_up(round_)) is not None:
+            raise gone from None
+        raise
+    except Exception as error:
+        ranks.give_up(round_, error)
+        raise
+    core.set_timeout(int(seconds * 1000))
+    return core

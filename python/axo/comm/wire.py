@@ -1,6 +1,6 @@
 """How ranks on several hosts connect to each other, each pair once, and prove that they belong to the job.
 
-    connections = connect(store, round_, rank, size, identities, left, who)
+    connections = connect(meeting, round_, identities)
 
 Every rank listens on one address until all have come, then on none. Who connects must answer a challenge before what it
 says is believed, and strangers cost the job nothing. The handshake:
@@ -30,10 +30,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch.distributed import Store
-
 from axo.comm import interfaces, secret
-from axo.comm.rendezvous import TimeLeft, gather, given_up
+from axo.comm.rendezvous import Meeting, TimeLeft
 from axo.errors import Error, Timeout
 
 _DATA, _PULSE = 0, 1  # the purpose of a connection
@@ -53,39 +51,34 @@ class Connections:
     pulse: list[int]
 
 
-def connect(
-    store: Store, round_: str, rank: int, size: int, identities: Sequence[str], left: TimeLeft, who: str
-) -> Connections:
+def connect(meeting: Meeting, round_: str, identities: Sequence[str]) -> Connections:
     """Connect this rank to all others. Collective over the ranks of a meeting.
 
     Args:
-        store: Where they meet.
-        round_: The meeting's name in the store.
-        rank: This rank.
-        size: How many ranks there are.
+        meeting: The ranks, and where they meet.
+        round_: The name in the store of this time.
         identities: By rank, the host that it is on (``_C.host_identity``).
-        left: The time that is left.
-        who: Begins every error.
 
     Raises:
         ValueError: The interface that is asked for does not exist.
         Timeout: Ranks could not be reached in time; names them, with host, address and reason.
         PeerLost: A rank has died or has given up meanwhile.
     """
-    left = TimeLeft(min(left(), _MEETING_S))
+    rank, size, who, left = meeting.rank, meeting.size, meeting.who, TimeLeft(min(meeting.left(), _MEETING_S))
+    meeting = Meeting(meeting.store, rank, size, who, left)
     if len({identity.partition(" ")[2] for identity in identities}) == 1:  # it plays several hosts
         own = "127.0.0.1"
     else:
         secret.check_several_hosts(warns=rank == 0)
         own = interfaces.own_address(os.environ.get("MASTER_ADDR", ""))
     word = secrets.token_hex(_WORD) if rank == 0 else ""
-    told = [text.split(" ") for text in gather(store, f"{round_}/way", rank, size, left(), who, f"{own} {word}")]
+    told = [text.split(" ") for text in meeting.gather(f"{round_}/way", f"{own} {word}")]
     addresses = [address for address, _ in told]
     address = addresses[rank] or _address_towards(addresses, who)
     key = hashlib.sha256(secret.of_job() + told[0][1].encode() + round_.encode()).digest()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=_MOST_STRANGERS) as listener:
-        places = gather(store, f"{round_}/place", rank, size, left(), who, f"{address} {listener.getsockname()[1]}")
+        places = meeting.gather(f"{round_}/place", f"{address} {listener.getsockname()[1]}")
         peers = _Peers(rank, key, [(at, int(port)) for at, port in (text.split(" ") for text in places)], listener)
         peers.wanted = [(p, _DATA) for p in range(size) if p != rank]
         peers.wanted += [(p, _PULSE) for p in _pulse_partners(rank, identities)]
@@ -93,10 +86,10 @@ def connect(
         thread.start()
         try:
             while not peers.tried.wait(_LOOK_S):
-                if (gone := given_up(store, round_, who)) is not None:
+                if (gone := meeting.given_up(round_)) is not None:
                     raise gone
             peers.raise_failure(who, identities)
-            gather(store, f"{round_}/connected", rank, size, left(), who)
+            meeting.gather(f"{round_}/connected")
         except BaseException:
             peers.end(thread)
             peers.close()

@@ -15,33 +15,19 @@ On a device the copy follows in the order of streams, at once.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from axo.comm.counting import watch
-from axo.errors import Error, Mismatch
-
-if TYPE_CHECKING:
-    from axo.comm.communicator import Communicator
+from axo.comm.counting import observers
+from axo.comm.memory import CopyPairs
+from axo.errors import Error
 
 undelivered: list[Work] = []  # works on the host with copies to make
 _copying = threading.RLock()  # a reader must not pass a copy that another thread is making
 _LONGEST_S = 1e9  # 30 years: what a clock of nanoseconds can hold
-
-
-def milliseconds(timeout: float) -> int:
-    """What the core takes for ``timeout`` seconds of ``synchronize``.
-
-    Raises:
-        ValueError: Not a number of at least 0.
-    """
-    if not isinstance(timeout, Real) or not timeout >= 0:
-        raise ValueError(f"synchronize: timeout={timeout!r} is no time; use seconds of at least 0, or None for ever")
-    return int(min(float(timeout), _LONGEST_S) * 1000)
 
 
 def deliver_completed() -> None:
@@ -51,7 +37,7 @@ def deliver_completed() -> None:
             work._deliver()
 
 
-def copy_all(copies: tuple) -> None:
+def copy_all(copies: CopyPairs) -> None:
     """Copy ``(to, from)``, in the mode in which ``to`` may be written."""
     for target, buffer in copies:
         with torch.inference_mode(target.is_inference()), torch.no_grad():
@@ -70,17 +56,24 @@ class CoreWork(Protocol):
     def when_completed(self, callback: Callable[[], None], /) -> None: ...
 
 
+class Issuer(Protocol):
+    """What a Work asks of the communicator that has issued it."""
+
+    @property
+    def axis(self) -> str: ...
+    def block(self, wait: Callable[..., object], *arguments: Any) -> float: ...
+
+
 class Work:
     """A pending operation. It keeps its tensors alive; dropping it does not cancel the operation."""
 
-    __slots__ = ("_communicator", "_copies", "_core", "_recorded", "_result")
+    __slots__ = ("_copies", "_core", "_issuer", "_result")
 
-    def __init__(self, communicator: Communicator, core: CoreWork | None, result: Any, copies: tuple) -> None:
-        self._communicator = communicator
+    def __init__(self, issuer: Issuer, core: CoreWork | None, result: Any, copies: CopyPairs) -> None:
+        self._issuer = issuer
         self._core = core  # None: nothing is pending
         self._result = result
         self._copies = copies  # (to, from): results of tensors that are not contiguous
-        self._recorded = False  # inside a group that is still open
 
     def wait(self) -> Any:
         """Block until the operation is complete; return its result, as the blocking call would.
@@ -90,9 +83,9 @@ class Work:
         """
         self._check_issued()
         if self._core is not None:
-            start = self._block(self._core.wait)
-            if watch.issued is not None:
-                watch.waited(self._communicator.axis, start, self)
+            start = self._issuer.block(self._core.wait)
+            if observers.active:
+                observers.waited(self._issuer.axis, start, self)
         if self._copies:
             self._finish()
         if undelivered:
@@ -108,28 +101,23 @@ class Work:
         if timeout is None:
             self.wait()
             return
-        limit = milliseconds(timeout)
-        self._check_issued()
-        if self._core is not None:
-            self._block(self._core.synchronize, limit)
+        self._block(timeout)
         self._finish()
         deliver_completed()
 
-    def _block(self, wait: Callable[..., None], *limit: int) -> float:
-        """Wait as ``wait`` of the core does; when that began. The time counts as the communicator's."""
-        start = time.perf_counter()
-        try:
-            wait(*limit)
-        except Mismatch as error:
-            self._communicator._spread(error)
-            raise
-        finally:
-            self._communicator._blocked += time.perf_counter() - start
-        return start
+    def _block(self, timeout: float | None) -> None:
+        if timeout is not None and not (isinstance(timeout, Real) and timeout >= 0):
+            raise ValueError(
+                f"synchronize: timeout={timeout!r} is no time; use seconds of at least 0, or None for ever"
+            )
+        self._check_issued()
+        if self._core is not None:
+            limit = -1 if timeout is None else int(min(float(timeout), _LONGEST_S) * 1000)
+            self._issuer.block(self._core.synchronize, limit)
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, with or without an error. Never blocks."""
-        if self._recorded or not (self._core is None or self._core.is_completed()):
+        if self._core is not None and not self._core.is_completed():
             return False
         if self._copies:
             self._deliver()
@@ -137,7 +125,7 @@ class Work:
 
     def exception(self) -> BaseException | None:
         """The error that the operation ended with; None while it is pending or when it succeeded."""
-        return None if self._core is None or self._recorded else self._core.exception()
+        return None if self._core is None else self._core.exception()
 
     def result(self) -> Any:
         """The result, after waiting for it."""
@@ -148,14 +136,14 @@ class Work:
 
         On a device the time is measured between events of its stream, with ``DeviceOptions(timing=True)`` only.
         """
-        if self._core is None or self._recorded or self._core.exception() is not None:
+        if self._core is None or self._core.exception() is not None:
             return None
         seconds = self._core.seconds()
         return seconds if seconds >= 0 else None
 
     def source(self) -> int | None:
         """The rank whose message a ``recv`` took; None before one has come, and for every other operation."""
-        if self._core is None or self._recorded:
+        if self._core is None:
             return None
         rank = self._core.source()
         return rank if rank >= 0 else None
@@ -176,22 +164,18 @@ class Work:
 
     def _settle(self, future: torch.futures.Future) -> None:
         try:
-            result = self._complete_result()
+            self.synchronize()
         except Exception as error:
             future.set_exception(error)
             return
-        future.set_result(result)
-
-    def _complete_result(self) -> Any:
-        """The result of an operation that has ended, complete for every reader."""
-        return self.wait()
+        future.set_result(self._result)
 
     def _check_issued(self) -> None:
-        if self._recorded:
+        if open_group.depth and self in open_group.recorded:
             raise Error("wait: this operation belongs to an axo.group() that is still open; wait after the block")
 
-    def deliver_when_completed(self) -> None:
-        """See to it that the copies are made even if nobody waits."""
+    def launched(self) -> None:
+        """No open group holds it back: see to it that the copies are made even if nobody waits."""
         if self._copies and self._core is not None:
             undelivered.append(self)
             self._core.when_completed(self._deliver)

@@ -5,7 +5,7 @@
     optimizer = offload.adamw(model.parameters(), lr=3e-4)
 
 Files: ``options`` (what a user says; needs no torch until an optimizer is made), ``tier`` (where it lies: mapped files,
-pinned memory), ``lane`` (copies beside the computation), ``optimizer`` (AdamW in pieces), ``parameters`` (and
+pinned memory), ``copy_stream`` (copies beside the computation), ``optimizer`` (AdamW in pieces), ``parameters`` (and
 gradients), ``shards`` (weights on the way to a gather, and their gradients back), ``activations`` (saved tensors).
 Names load on first use.
 """

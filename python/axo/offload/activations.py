@@ -1,6 +1,6 @@
 """Tensors that forward saves for backward, on the lower tier in between.
 
-    forward    a saved tensor goes out on a lane of its own; what it was computed in is free for the next layer
+    forward    a saved tensor goes out on a stream of its own; what it was computed in is free for the next layer
     backward   tensors are wanted in the reverse of the order in which they were saved: before one is used, those that
                were saved before it are on their way back, up to AHEAD bytes
 
@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from axo.offload.lane import CopyEvent, Lane
+from axo.offload.copy_stream import CopyEvent, CopyStream
 from axo.offload.tier import Blocks, Tier, tier_for
 
 SMALLEST = 64 << 10  # bytes; what is smaller stays
@@ -87,7 +87,7 @@ class Activations:
         self._device, self._folder = device, folder
         self._tier: Tier = tier_for(device, folder)
         self._blocks = Blocks(self._tier)
-        self._leaving, self._coming = Lane(device), Lane(device)
+        self._leaving, self._coming = CopyStream(device), CopyStream(device)
         self._order: list[weakref.ref[_Saved]] = []
         self._out: dict[Any, tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
         self._stays: set[int] = set()  # memory of parameters
@@ -144,11 +144,9 @@ class Activations:
             return tensor
         storage = StorageWeakRef(tensor.untyped_storage())
         key = storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
-        found = self._out.get(key)
-        if found is not None and not found[0].expired():
-            saved = found[1]()
-            if saved is not None:
-                return saved
+        before = self._out.get(key)
+        if before is not None and not before[0].expired() and (saved := before[1]()) is not None:
+            return saved
         saved = self._send(tensor.detach())
         self._order.append(weakref.ref(saved))
         self._out[key] = storage, weakref.ref(saved)

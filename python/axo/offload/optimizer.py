@@ -17,20 +17,19 @@ these. Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Trai
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
 
-from axo.offload.lane import CopyEvent, Lane, TensorPair
+from axo.offload.copy_stream import CopyEvent, CopyStream, TensorPair
 from axo.offload.parameters import home_of
-from axo.offload.tier import RUN, Tier, tier_for
+from axo.offload.tier import Tier
 from axo.placement import placement_of
 
 PIECE = 1 << 21  # elements; a multiple of any vector
-_ALIGNED = 64  # bytes
+_ALIGNED = 64  # elements
 _CHANGED = -1  # as a version: the parameter's value holds, not its master's
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
@@ -80,7 +79,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     Args:
         params, lr, betas, eps, weight_decay, maximize: As of ``torch.optim.AdamW``.
-        folder: Where the lower tier lies, for CPU ranks.
+        tier_of: The lower tier of a device.
 
     Attributes:
         offloaded_bytes: What lies on the lower tier.
@@ -101,10 +100,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
-        folder: str | os.PathLike[str] | None = None,
+        tier_of: Callable[[torch.device], Tier],
     ) -> None:
-        self._folder = folder
-        self._tiers: dict[torch.device, Tier] = {}
+        self._tier_of = tier_of
         self._places: dict[torch.Tensor, _Place] = {}
         self._routes: dict[torch.device, _Route] = {}
         self.offloaded_bytes = 0
@@ -126,33 +124,29 @@ class OffloadedAdamW(torch.optim.AdamW):
     # --- where the state lies -------------------------------------------------------------------------------------
 
     def _make_room(self, parameters: list[torch.Tensor]) -> None:
-        made: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        for device in dict.fromkeys(p.device for p in parameters):
-            if device.type == "meta":
+        rooms: dict[torch.Tensor, list[torch.Tensor]] = {}
+        for p in parameters:
+            if p.is_meta:
                 raise ValueError(
                     "AdamW: a parameter is on the meta device; fill the model first (axo.init_weights, to_empty), then"
                     " make the optimizer"
                 )
-            of_device = [p for p in parameters if p.device == device]
-            if device not in self._tiers:
-                home = home_of(of_device[0])  # of a GPU: its pinned memory
-                pinned = home is not None and home.device != device
-                self._tiers[device] = home.tier if home is not None and pinned else tier_for(device, self._folder)
-            for run in _runs(of_device):
-                block = self._tiers[device].block(sum(_room(p) for p in run))
-                offset = 0
-                for p in run:
-                    shape, dtype, size = _state_shape(p), _state_dtype(p), _aligned_bytes(p)
-                    starts = range(offset, offset + _room(p), size) if size else [offset] * _tensors(p)
-                    exact = math.prod(shape) * dtype.itemsize
-                    made.append((p, [block[start:][:exact].view(dtype).view(shape) for start in starts]))
-                    offset += _room(p)
-        for p, rooms in made:  # all of them or none
-            self._places[p] = _Place(rooms[:2], rooms[2] if len(rooms) > 2 else None)
-            self.state[p] = {"step": torch.tensor(0.0), **dict(zip(MOMENTS, rooms, strict=False))}
-            if len(rooms) > 2 and p.dtype != _state_dtype(p):
-                self.state[p][MASTER] = rooms[2]
-            self.offloaded_bytes += _room(p)
+            tier, shape, dtype = self._tier(p), _state_shape(p), _state_dtype(p)
+            size = math.prod(shape) * dtype.itemsize
+            rooms[p] = [tier.block(size).view(dtype).view(shape) for _ in range(2 + _is_copied(p))]
+        for p, (*moments, last) in rooms.items():  # all of them or none
+            master = last if _is_copied(p) else None
+            moments = moments if _is_copied(p) else [*moments, last]
+            self._places[p] = _Place(moments, master)
+            self.state[p] = {"step": torch.tensor(0.0), **dict(zip(MOMENTS, moments, strict=True))}
+            if master is not None and p.dtype != master.dtype:
+                self.state[p][MASTER] = master
+            self.offloaded_bytes += sum(room.nbytes for room in rooms[p])
+
+    def _tier(self, p: torch.Tensor) -> Tier:
+        """Where the state of a parameter lies; of a GPU's weight that lies on the host, where the weight does."""
+        home = home_of(p)
+        return home.tier if home is not None and home.device != p.device else self._tier_of(p.device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the state of ``state_dict`` into this optimizer's, and take the options of its groups.
@@ -205,9 +199,9 @@ class OffloadedAdamW(torch.optim.AdamW):
                 of_kind = [p for p in owners if (p.device, p.dtype) == (device, dtype)]
                 pieces = list(self._pieces(of_kind))
                 if _is_copied(of_kind[0]):
-                    self._step_on_host(group, device, pieces)
+                    self._step_on_host(group, self._tier(of_kind[0]), device, pieces)
                 else:
-                    self._step_in_place(group, self._tiers[device], pieces)
+                    self._step_in_place(group, self._tier(of_kind[0]), pieces)
                 for p in of_kind:
                     self.state[p]["step"] += 1
                     self._places[p].version = p._version
@@ -251,11 +245,10 @@ class OffloadedAdamW(torch.optim.AdamW):
                 if home is not None:
                     home.tier.rest(part.of(part.parameter))
 
-    def _step_on_host(self, group: dict[str, Any], device: torch.device, pieces: list[list[_Part]]) -> None:
+    def _step_on_host(self, group: dict[str, Any], tier: Tier, device: torch.device, pieces: list[list[_Part]]) -> None:
         route = self._routes.get(device)
         if route is None:
             route = self._routes[device] = _Route(device)
-        tier = self._tiers[device]
         coming = route.bring(pieces[0], 0) if pieces else None
         for number, piece in enumerate(pieces):
             here, coming = coming, None
@@ -294,7 +287,7 @@ class _Route:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._down, self._up = Lane(device), Lane(device)
+        self._down, self._up = CopyStream(device), CopyStream(device)
         self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
         self._sent: list[CopyEvent | None] = [None, None]
 
@@ -372,34 +365,6 @@ def _of_host(part: _Part) -> list[torch.Tensor]:
 def _is_copied(p: torch.Tensor) -> bool:
     """Whether what the host updates is a copy of the parameter."""
     return p.device.type != "cpu" or p.dtype != _state_dtype(p)
-
-
-def _tensors(p: torch.Tensor) -> int:
-    return 2 + _is_copied(p)
-
-
-def _aligned_bytes(p: torch.Tensor) -> int:
-    """Bytes of one tensor of its state."""
-    return -(-math.prod(_state_shape(p)) * _state_dtype(p).itemsize // _ALIGNED) * _ALIGNED
-
-
-def _room(p: torch.Tensor) -> int:
-    """Bytes of its state."""
-    return _tensors(p) * _aligned_bytes(p)
-
-
-def _runs(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The parameters in order, in runs of up to RUN bytes of state: pinned memory comes in powers of two."""
-    run: list[torch.Tensor] = []
-    size = 0
-    for p in parameters:
-        if run and size + _room(p) > RUN:
-            yield run
-            run, size = [], 0
-        run.append(p)
-        size += _room(p)
-    if run:
-        yield run
 
 
 def _state_dtype(p: torch.Tensor) -> torch.dtype:

@@ -103,8 +103,8 @@ class Offload:
         from axo.offload.optimizer import OffloadedAdamW
         from axo.offload.parameters import computed_on, home_of
 
-        made = torch.optim.AdamW(params, lr, betas, eps, weight_decay, maximize=maximize, fused=not self.optimizer)
-        parameters = [parameter for group in made.param_groups for parameter in group["params"]]
+        adamw = torch.optim.AdamW(params, lr, betas, eps, weight_decay, maximize=maximize, fused=not self.optimizer)
+        parameters = [parameter for group in adamw.param_groups for parameter in group["params"]]
         # State is made for where a parameter is: one that leaves its GPU goes first.
         self.move_in(parameter for parameter in parameters if computed_on(parameter).type != "cpu")
         on_gpu = {str(p.device) for p in parameters if p.device.type not in ("cpu", "meta")}
@@ -114,10 +114,10 @@ class Offload:
                 " a grid with z of at least 2, such as 1x1x2x1, or offload the optimizer alone"
             )
         if self.optimizer:
-            groups = made.param_groups
-            made = OffloadedAdamW(groups, lr, betas, eps, weight_decay, maximize=maximize, folder=self.dir)
+            groups = adamw.param_groups
+            adamw = OffloadedAdamW(groups, lr, betas, eps, weight_decay, maximize=maximize, tier_of=self._tier_of)
         self.move_in(parameters)
-        return made
+        return adamw
 
     def move_in(self, parameters: Iterable[torch.Tensor]) -> None:
         """Move real parameters to where ``parameters`` says; ``adamw`` and ``axo.init_weights`` call it.
@@ -128,11 +128,10 @@ class Offload:
         from axo.offload.parameters import move_in
 
         if self.parameters:
-            moving = [parameter for parameter in parameters if not parameter.is_meta]
-            move_in(moving, self._tier_of)
+            move_in([parameter for parameter in parameters if not parameter.is_meta], self._tier_of)
 
     def _tier_of(self, device: torch.device) -> Tier:
-        """Where parameters from ``device`` go."""
+        """Where what leaves ``device`` for good lies."""
         from axo.offload.tier import Runs, tier_for
 
         if device not in self._tiers:

@@ -1,12 +1,12 @@
 """Weights of a GPU's model that lie in pinned host memory: up for a gather, their gradients down.
 
-    up      the shard goes to its place in the gathered block on a lane; the gather comes after it, what is computed
+    up      the shard goes to its place in the gathered block on a stream; the gather comes after it, what is computed
             with the block after the gather. What the computation is given meanwhile waits for neither
-    down    the gradient of the shard follows its reduction over z on another lane, while backward goes on; the host
+    down    the gradient of the shard follows its reduction over z on another stream, while backward goes on; the host
             waits once, at the end of backward, and finds ``.grad`` complete
 
 Pinned memory of gradients is used again as soon as nobody has them any more (``zero_grad``). Nothing uses
-``record_stream``: a lane holds what its copies read and write until they are complete.
+``record_stream``: a copy stream holds what its copies read and write until they are complete.
 
 Source: Rajbhandari et al., "ZeRO-Infinity". Not here: how weights get there (``axo.offload.parameters``), when they are
 gathered and gradients reduced (``axo.overlap``).
@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from axo.offload.lane import CopyEvent, Lane
+from axo.offload.copy_stream import CopyEvent, CopyStream
 from axo.offload.tier import Blocks, PinnedMemory
 
 
@@ -31,7 +31,7 @@ class Shards:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._up, self._down = Lane(device), Lane(device)
+        self._up, self._down = CopyStream(device), CopyStream(device)
         self._rooms = Blocks(PinnedMemory())
         self._coming: CopyEvent | None = None
 

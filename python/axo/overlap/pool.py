@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from axo.comm.memory import shared_block
+from axo.comm.shared_memory import shared_block
 
 _SHARED_FROM = 32 * 1024  # bytes; the transport stages smaller ones anyway
 _KEPT_PASSES = 2

@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from axo.comm.connect import Communicators
-from axo.comm.counting import active as counting
+from axo.comm.counting import observers as counting
 from axo.errors import Refused
 from axo.overlap import optimizer_state
 from axo.overlap.step_hooks import Arguments, after_steps, before_steps, closure_of, with_closure

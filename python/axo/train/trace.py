@@ -26,7 +26,8 @@ from torch.utils.hooks import RemovableHandle
 
 from axo.checkpoint.ranks import checkpoint_group, share
 from axo.comm.connect import Communicators
-from axo.comm.counting import Awaited, Observed, watch
+from axo.comm.counting import Awaited, Observed
+from axo.comm.counting import observers as watch
 from axo.overlap import Events, record
 from axo.perf import chrome_trace
 from axo.perf.chrome_trace import STREAMS, Span

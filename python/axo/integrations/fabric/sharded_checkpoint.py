@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from axo import checkpoint
 from axo.checkpoint.folder import is_checkpoint, whole_file
-from axo.checkpoint.ranks import agree, checkpoint_group
+from axo.checkpoint.ranks import checkpoint_group, on_all_ranks, share
 from axo.checkpoint.storage import read_plain
 from axo.checkpoint.writer import check_readable
 from axo.comm.connect import Communicators
@@ -51,13 +51,12 @@ def save(path: Any, state: dict[str, Any], comms: Communicators) -> None:
     values = {name: value.state_dict() if isinstance(value, _Stateful) else value for name, value in others.items()}
     names = {"module": _name(state, module), "optimizer": _name(state, optimizer)}
     # Rank 0's: of the ranks of a data rank only one reads the data and knows where the run stands.
-    extra, problem = {"names": names, "values": values}, ""
-    if comms.everyone.rank == 0:
-        try:
+    group, extra = checkpoint_group(comms), None
+    with on_all_ranks(group):
+        if comms.everyone.rank == 0:
+            extra = {"names": names, "values": values}
             check_readable("extra", extra)
-        except ValueError as error:
-            problem = str(error)
-    extra = agree(checkpoint_group(comms), problem, extra if comms.everyone.rank == 0 and not problem else None)
+    extra = share(group, extra)[0]
     checkpoint.save(path.parent, module, optimizer, name=path.name, extra=extra, comms=comms)
 
 

@@ -14,7 +14,8 @@ shape of its parameter (Adafactor's rows and columns) is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from axo.checkpoint.folder import whole_file
+from axo.checkpoint.parts import Parts
+from axo.checkpoint.state import plain_optimizer
 from axo.checkpoint.storage import read_plain
 from axo.integrations.fabric.stages import StageRunner
 from axo.overlap import optimizer_state as shards_said
 from axo.placement import Placement, placement_of
-from axo.sharding import unshard
 
 Keep = Callable[[torch.Tensor], Any]
 Filter = Callable[[str, Any], bool]
 
 
 def keep_all(tensor: torch.Tensor) -> torch.Tensor:
-    """Keep a gathered tensor in host memory."""
-    return tensor.cpu()
+    """Keep a copy of a gathered tensor in host memory."""
+    return tensor.to("cpu", copy=True)
 
 
 def module_state(
@@ -52,26 +54,37 @@ def module_state(
         stages: The stages, if the module is this rank's part of a pipeline.
     """
     every = module.state_dict(keep_vars=True).items()
-    own = {name: (it, placement_of(it)) for name, it in every if wanted is None or wanted(name, it)}
-    return dict(_kept(own, keep, None if stages is None else stages.entries, stages))
+    own = {name: _parts(value, placement_of(value)) for name, value in every if wanted is None or wanted(name, value)}
+    whole = _whole(own, keep, stages)
+    return whole if stages is None else {name: whole[name] for name in stages.entries if name in whole}
 
 
-def _kept(
-    own: dict[str, tuple[Any, Placement | None]], keep: Keep | None, order: list[str] | None, stages: StageRunner | None
-) -> Iterator[tuple[str, Any]]:
-    """(name, what ``keep`` makes of it) of all stages' values, in order; a tensor of another stage is sent here."""
-    mine = {name: _like_whole(*each) for name, each in own.items()}
-    every = [mine] if stages is None else stages.share(mine)
-    for name in order or own:
-        holder = next((number for number, values in enumerate(every) if name in values), None)
-        if holder is None:
-            continue
-        whole = like = every[holder][name]
-        if isinstance(like, torch.Tensor):
-            whole = _whole(*own[name]) if stages is None or holder == stages.comms.stage else None
-            whole = whole if stages is None else stages.bring(whole, holder, like)
-        if keep is not None:
-            yield name, keep(whole) if isinstance(whole, torch.Tensor) else whole
+def _parts(value: Any, placement: Placement | None) -> Any:
+    return Parts(value, placement) if isinstance(value, torch.Tensor) else value
+
+
+@torch.no_grad()
+def _whole(own: dict[Any, Any], keep: Keep | None, stages: StageRunner | None) -> dict[Any, Any]:
+    """Name -> what ``keep`` makes of it, of all stages' values; a tensor of another stage is sent here."""
+    like = {
+        name: torch.empty(value.shape, dtype=value.local.dtype, device="meta") if isinstance(value, Parts) else value
+        for name, value in own.items()
+    }
+    every = [like] if stages is None else stages.share(like)
+    holders: dict[Any, int] = {}
+    for stage, values in enumerate(every):
+        for name in values:
+            holders.setdefault(name, stage)
+    kept = {}
+    for name, holder in holders.items():
+        value: Any = every[holder][name]
+        if isinstance(value, torch.Tensor):
+            mine = stages is None or holder == stages.comms.stage
+            whole = own[name].whole() if mine else None
+            value = whole if stages is None else stages.bring(whole, holder, value)
+            value = value if keep is None else keep(value)
+        kept[name] = value
+    return kept if keep is not None else {}
 
 
 def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: StageRunner | None = None) -> dict[str, Any]:
@@ -80,43 +93,32 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: StageRunner
     Raises:
         ValueError: A state tensor has neither the shape of its parameter nor a single element.
     """
-    local = optimizer.state_dict()
-    parameters = _parameters(optimizer)
-    own: dict[str, tuple[Any, Placement | None]] = {}
-    groups, owners = _numbers(optimizer, stages)
-    for index, parameter in enumerate(parameters):
-        for key, value in local["state"].get(index, {}).items():
-            placement = None
-            if isinstance(value, torch.Tensor) and value.dim():
-                placement = state_placement(parameter)
-                shape = parameter.shape if placement is None else placement.local_shape()
-                _check_shape(optimizer, index, key, value.shape, shape)
-            own[f"{owners[index]}/{key}"] = value, placement
-    kept: dict[int, dict[str, Any]] = {}
-    order = None
+    own, of_all_stages = _names(optimizer, stages)
+    parts: dict[Any, Any] = {}
+    for group, names in zip(optimizer.param_groups, own, strict=True):
+        for parameter, name in zip(group["params"], names, strict=True):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                placement = None
+                if isinstance(value, torch.Tensor) and value.dim():
+                    placement = state_placement(parameter)
+                    shape = parameter.shape if placement is None else placement.local_shape()
+                    _check_shape(optimizer, name, key, value.shape, shape)
+                parts[name, key] = _parts(value, placement)
+    values: dict[Any, dict[str, Any]] = {}
+    for (name, key), whole in _whole(parts, keep, stages).items():
+        values.setdefault(name, {})[key] = whole
+    options = [shards_said.without(group) for group in optimizer.param_groups]
+    groups = [group | {"params": names} for group, names in zip(options, of_all_stages, strict=True)]
+    return plain_optimizer(values, groups) if keep is not None else {}
+
+
+def _names(optimizer: Optimizer, stages: StageRunner | None) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Names of the parameters of each group of this rank, and of all stages: numbers, where there are none."""
     if stages is not None:
-        place = {number: at for at, number in enumerate(number for group in groups for number in group)}
-        names = dict.fromkeys(name for each in stages.share(list(own)) for name in each)
-        order = sorted(names, key=lambda name: place[int(name.partition("/")[0])])
-    for name, whole in _kept(own, keep, order, stages):
-        number, _, key = name.partition("/")
-        kept.setdefault(int(number), {})[key] = whole
-    options = [shards_said.without(group) for group in local["param_groups"]]
-    told = [group | {"params": numbers} for group, numbers in zip(options, groups, strict=True)]
-    return {"state": kept, "param_groups": told} if keep is not None else {}
-
-
-def _numbers(optimizer: Optimizer, stages: StageRunner | None) -> tuple[list[list[int]], list[int]]:
-    """How a state dict of the whole model numbers parameters: those of each group, and this rank's own in order."""
-    if stages is None:
-        counts = [len(group["params"]) for group in optimizer.param_groups]
-        starts = [sum(counts[:group]) for group in range(len(counts))]
-        groups = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
-        return groups, list(range(sum(counts)))
-    names = stages.groups_of(optimizer)
-    number = {name: index for index, name in enumerate(name for group in names for name in group)}
-    own = [number[name] for group in stages.names_of(optimizer) for name in group]
-    return [[number[name] for name in group] for group in names], own
+        return stages.names_of(optimizer), stages.groups_of(optimizer)
+    number = itertools.count()
+    names = [[next(number) for _ in group["params"]] for group in optimizer.param_groups]
+    return names, names
 
 
 def local_optimizer_state(
@@ -127,30 +129,26 @@ def local_optimizer_state(
     Raises:
         ValueError: A state tensor has the shape of neither the whole parameter nor this rank's part.
     """
-    parameters = _parameters(optimizer)
-    groups, owners = _numbers(optimizer, stages)
-    known = sum(map(len, groups))
+    own, of_all_stages = _names(optimizer, stages)
+    numbers = {name: number for number, name in enumerate(itertools.chain(*of_all_stages))}
     saved: dict[int, dict[str, Any]] = whole["state"]
-    if any(index >= known for index in saved):
-        raise ValueError(f"checkpoint: optimizer state of parameter {max(saved)}; the model has only {known}")
+    if any(index >= len(numbers) for index in saved):
+        raise ValueError(f"checkpoint: optimizer state of parameter {max(saved)}; the model has only {len(numbers)}")
     local: dict[int, dict[str, Any]] = {}
-    for own, index in enumerate(owners):
-        if index not in saved:
-            continue
-        placement = state_placement(parameters[own])
-        local[own] = {}
-        for name, value in saved[index].items():
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for index, (parameter, name) in enumerate(zip(parameters, itertools.chain(*own), strict=True)):
+        placement = state_placement(parameter)
+        for key, value in saved.get(numbers[name], {}).items():
             if isinstance(value, torch.Tensor) and value.dim() and placement is not None:
                 if tuple(value.shape) == placement.global_shape:
                     value = placement.take(value)
-                _check_shape(optimizer, index, name, value.shape, placement.local_shape())
-            local[own][name] = value.clone() if isinstance(value, torch.Tensor) else value
-    if stages is None:
-        return {"state": local, "param_groups": whole["param_groups"]}
-    here, told = iter(range(len(owners))), []
-    for group, mine in zip(whole["param_groups"], optimizer.param_groups, strict=True):
-        told.append(group | {"params": [next(here) for _ in mine["params"]]})
-    return {"state": local, "param_groups": told}
+                _check_shape(optimizer, name, key, value.shape, placement.local_shape())
+            local.setdefault(index, {})[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    groups = whole["param_groups"]
+    if stages is not None:
+        number = itertools.count()
+        groups = [group | {"params": [next(number) for _ in mine]} for group, mine in zip(groups, own, strict=True)]
+    return {"state": local, "param_groups": groups}
 
 
 def state_placement(parameter: torch.Tensor) -> Placement | None:
@@ -232,26 +230,10 @@ def _convert(
     return converted
 
 
-def _like_whole(value: Any, placement: Placement | None) -> Any:
-    """A whole tensor's shape and dtype, on the meta device; what is no tensor, as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty(value.shape if placement is None else placement.global_shape, dtype=value.dtype, device="meta")
-
-
-@torch.no_grad()
-def _whole(tensor: torch.Tensor, placement: Placement | None) -> torch.Tensor:
-    return tensor.detach().clone() if placement is None else unshard(tensor.detach(), placement)
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """In the order in which the state dict numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _check_shape(optimizer: Optimizer, index: int, name: str, shape: Any, expected: Any) -> None:
+def _check_shape(optimizer: Optimizer, parameter: Any, name: str, shape: Any, expected: Any) -> None:
     if shape != expected:
         raise ValueError(
-            f"checkpoint: {type(optimizer).__name__} keeps {name!r} of parameter {index} in shape {tuple(shape)}, and"
-            f" the parameter has shape {tuple(expected)} on this rank; only state of the parameter's shape is supported"
+            f"checkpoint: {type(optimizer).__name__} keeps {name!r} of parameter {parameter} in shape {tuple(shape)},"
+            f" and the parameter has shape {tuple(expected)} on this rank; only state of the parameter's shape is"
+            " supported"
         )

@@ -1,10 +1,11 @@
-"""The plan for any module: what may stay split is proved, what cannot is kept whole and named.
+"""The plan for any module: what is not understood is kept whole and named.
 
 plan           replaces the layers: asks the others, in this order
 patterns       what the user says of single layers
-hugging_face   attention that is known by class
-by_heads       attention of any class: the proof (``heads_interpreter``), and the code that runs then (``heads_code``)
-regions        which activations may stay split, by tracing
-alike          what ranks with other rows must have alike, compared in steps
+families       tables of attention: Hugging Face's plans, classes, forms
+attention      splits attention by heads, as its table says
+regions        which activations may stay split between other layers, by tracing
 decide         which layer is normal, which transposed, which stays whole
+experts        mixtures of experts: all ranks call them all
+agreement      what ranks with other rows must have alike, compared in steps
 """

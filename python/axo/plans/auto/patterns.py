@@ -26,13 +26,13 @@ _VALUE = re.compile(r"(normal|transposed):(whole|split)->(whole|split)")
 
 
 @dataclass(frozen=True)
-class Wish:
+class Override:
     """What the user asks for one layer.
 
     Attributes:
         kind: "normal", "transposed" or "replicate".
-        split_in, split_out: Whether activations come in and go out split; None: where the plan can prove it.
         pattern: The key that says so.
+        split_in, split_out: Whether activations come in and go out split; None: where the plan can prove it.
     """
 
     kind: str
@@ -41,24 +41,19 @@ class Wish:
     split_out: bool | None = None
 
 
-def read(value: str, pattern: str) -> Wish:
-    """Read one value of a plan.
-
-    Raises:
-        ValueError: It is none of those above.
-    """
+def _read(value: str, pattern: str) -> Override:
     if value in KINDS:
-        return Wish(value, pattern)
+        return Override(value, pattern)
     match = _VALUE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(
             f"parallelize: plan[{pattern!r}]={value!r} is not known; use one of {KINDS}, or a kind with layouts, such"
             " as 'normal:whole->split'"
         )
-    return Wish(match[1], pattern, match[2] == "split", match[3] == "split")
+    return Override(match[1], pattern, match[2] == "split", match[3] == "split")
 
 
-def wishes(plan: dict[str, str], layers: Iterable[str], others: Iterable[str]) -> dict[str, Wish]:
+def overrides(plan: dict[str, str], layers: Iterable[str], others: Iterable[str]) -> dict[str, Override]:
     """Name of a layer -> what the user asks for it.
 
     Args:
@@ -69,17 +64,14 @@ def wishes(plan: dict[str, str], layers: Iterable[str], others: Iterable[str]) -
     Raises:
         ValueError: A value is not known, or a pattern matches no layer.
     """
-    names, found = list(layers), {}
+    names, asked = list(layers), dict[str, Override]()
     for pattern, value in plan.items():
-        wish = read(value, pattern)
+        override = _read(value, pattern)
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             near = [name for name in others if fnmatchcase(name, pattern)][:3]
-            why = (
-                f"it matches {near}, which hold no weight to split"
-                if near
-                else "such names are " + ", ".join(names[:6])
-            )
+            such = f"it matches {near}, which hold no weight to split"
+            why = such if near else "such names are " + ", ".join(names[:6])
             raise ValueError(f"parallelize: plan[{pattern!r}] matches no layer that can be split; {why}")
-        found.update(dict.fromkeys(matched, wish))
-    return {name: wish for name, wish in found.items() if wish.kind != "auto"}
+        asked.update(dict.fromkeys(matched, override))
+    return {name: override for name, override in asked.items() if override.kind != "auto"}

@@ -3,8 +3,7 @@
 Linear, Conv2d, Embedding and transformers' Conv1D become parallel layers. What lies between them is either
 
     split    where tracing proves it (``regions``): chains alternate normal and transposed, nothing is moved
-    heads    attention of classes that are known (``hugging_face``), and where tracing proves that no head sees another
-             (``by_heads``): first projections normal, last transposed
+    heads    attention of families that have a table (``families``): first projections normal, last transposed
     whole    everywhere else, the papers' easy mode: all features on every rank along x and y, rows over z and data. A
              layer cuts its part out of what comes in (its gradient is gathered), and gathers what goes out.
 
@@ -15,13 +14,13 @@ along x and y (with Tesseract, y) take the same rows, and compute the same loss 
 Random numbers that modules draw from torch's default generator agree along x and y (``axo.nn.randomness``). A layer
 whose sizes do not divide either way stays serial, with a warning. Refused over several data ranks: what would be of
 each rank's own rows (``_of_own_rows``), such as batch normalisation. What cannot be known before is compared
-(``alike``).
+(``agreement``).
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
@@ -32,24 +31,24 @@ from axo.arrangement import Arrangement
 from axo.errors import Refused
 from axo.grid import Grid
 from axo.nn import Dropout, Features
-from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
 from axo.nn.linear import Linear
 from axo.nn.randomness import SharedRandomness
 from axo.nn.replicated import replicate
 from axo.nn.shared_input import share_inputs
-from axo.plans.auto.alike import Alike
-from axo.plans.auto.by_heads import MOST_LAYERS, Proof, prove
-from axo.plans.auto.conv1d import Conv1D, is_conv1d
-from axo.plans.auto.decide import Decision, SplitCandidate, decide
+from axo.plans.auto.agreement import AgreementCheck
+from axo.plans.auto.attention import NO_TABLE, split_attention
+from axo.plans.auto.candidate import SplitCandidate, find_candidates, is_table_with_heads, tied
+from axo.plans.auto.conv1d import Conv1D
+from axo.plans.auto.decide import decide
 from axo.plans.auto.experts import EveryExpert, is_mixture
-from axo.plans.auto.heads_code import HeadsOf
-from axo.plans.auto.heads_interpreter import NotProved
-from axo.plans.auto.hugging_face import Attention, attention, refuse_resizing, refuse_whole_heads
-from axo.plans.auto.patterns import Wish, wishes
-from axo.plans.auto.regions import CHANNELS, FEATURES, Size, find_regions
-from axo.plans.replace import Replacer, check_no_hooks, hooks_of
+from axo.plans.auto.hugging_face import refuse_resizing
+from axo.plans.auto.patterns import overrides
+from axo.plans.auto.regions import find_regions
+from axo.plans.replace import Replacer, check_no_hooks
 from axo.plans.report import LayerPlan, PlanReport
+
+NOT_BY_HEADS = "attention not by heads: "
 
 
 def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Module:
@@ -58,77 +57,47 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     Args:
         model: Any serial module, real or on the meta device.
         replacer: Makes the parallel layers.
-        plan: Patterns over names; empty: no wishes.
+        plan: Patterns over names; empty: none.
 
     Raises:
         Refused: A pattern matches nothing or asks for what cannot be, or the model cannot be split exactly.
     """
     comms, grid, arrangement = replacer.comms, replacer.comms.grid, replacer.comms.arrangement
-    _check(model, grid, arrangement)
-    candidates, serial = _candidates(model, grid, arrangement)
-    wanted = wishes(plan, [c.name for c in candidates], [name for name, _ in model.named_modules()])
-    attentions = _attention(model, candidates, serial, wanted, arrangement.inner, grid.size(arrangement.inner))
-    heads, closed = attentions.choices, {**attentions.known, **attentions.traced}
-    free = [c for c in candidates if c.name not in heads and c.name not in serial]
-    found = find_regions(model, _sizes(free), set(closed))
-    if found.read:
-        why = "another module reads its weight itself"
-        serial |= {c.name: why for c in free if c.module in found.read}
-        free = [c for c in free if c.module not in found.read]
-        found = find_regions(model, _sizes(free), set(closed))
-    choices, inside = decide(free, found.regions, wanted, grid, arrangement)
-    for candidate in free:
-        choice = choices[candidate.name]
-        choice.why = choice.why or f"whole: {found.whole[candidate.module]}"
-        if candidate.module in attentions.reasons and not (choice.split_in or choice.split_out):
-            choice.why = f"attention not by heads: {attentions.reasons[candidate.module]}"
-    choices |= heads
-    choices |= {name: Decision("replicate", why=why) for name, why in serial.items()}
-    ties = _ties(model, candidates, choices)
-    report = PlanReport([_line(c, choices[c.name], grid, arrangement) for c in candidates])
     names = {module: name for name, module in model.named_modules()}
+    _check(model, grid, arrangement)
+    candidates = find_candidates(model, grid, arrangement)
+    asked = overrides(plan, [c.name for c in candidates], names.values())
+    for candidate in candidates:
+        candidate.override = asked.get(candidate.name)
+    attentions, whole = split_attention(model, candidates, arrangement.inner, grid.size(arrangement.inner))
+    inside, one_way = _decide_others(model, candidates, set(attentions), whole, grid, arrangement)
+    heads = _keep_ties(model, candidates)
+    listed = {candidate.module for candidate in candidates}
+    report = PlanReport([_line(candidate, grid, arrangement) for candidate in candidates])
     for candidate in candidates:  # nothing has changed yet
-        if choices[candidate.name].kind != "replicate":
+        if candidate.decided.kind != "replicate":
             check_no_hooks(candidate.module, f"{type(candidate.module).__name__} {candidate.name!r}")
 
-    became: dict[nn.Module, nn.Module] = {}
     for candidate in candidates:
-        _replace(model, candidate, choices[candidate.name], replacer, as_table=candidate.name in dict(ties))
-        became[candidate.module] = model.get_submodule(candidate.name)
+        _replace(model, candidate, replacer, as_table=candidate in heads)
     for module, axis in inside.items():
-        where, _, child = names[module].rpartition(".")
-        parent, old = model.get_submodule(where), cast(Any, module)
-        if isinstance(module, nn.GroupNorm):
-            replacer.group_norm(parent, child, names[module], axis=axis)
-        else:
-            new = Dropout(old.p, old.inplace, comms=comms, split=(axis, *arrangement.rows)).train(old.training)
-            setattr(parent, child, new)
-        became[module] = getattr(parent, child)
+        _replace_inside(model, names[module], axis, replacer)
+    became = {module: model.get_submodule(names[module]) for module in (*[c.module for c in candidates], *inside)}
     for module in list(model.modules()):  # a layer may be known under several names
         module._modules.update({name: became[child] for name, child in module._modules.items() if child in became})
-    for head, table in ties:
-        model.get_submodule(head).weight = model.get_submodule(table).weight
-    for module, split in attentions.known.items():
-        for attribute, value in split.attributes.items():
-            setattr(module, attribute, value)
-        if grid.size(arrangement.inner) > 1:
-            refuse_whole_heads(module, names[module], split.key_heads)
-        SharedRandomness(comms, (arrangement.inner, *arrangement.rows)).attach(module)
-        for child in split.norms:
-            replicate(module.get_submodule(child), comms, replacer.grad_reduce, sum_over=(arrangement.inner,))
-        for child in split.whole:  # of what the last projection gives, on all ranks alike
-            SharedRandomness(comms, arrangement.rows).attach(module.get_submodule(child))
-    for module, proof in attentions.traced.items():
-        proof.install(module, HeadsOf(names[module], comms, arrangement.inner, arrangement.rows))
+    for head, table in heads.items():
+        model.get_submodule(head.name).weight = model.get_submodule(table.name).weight
+    for module, attention in attentions.items():
+        attention.install(module, names[module], comms, replacer.grad_reduce)
     for name, module in list(model.named_modules()):
         if not isinstance(module, ParallelLayer):
-            report.layers += _left_whole(name, module) if name not in choices else []
+            report.layers += _left_whole(name, module) if module not in listed else []
             replicate(module, comms, replacer.grad_reduce)
         if is_mixture(module) and arrangement.row_parts(grid) > 1:
             EveryExpert(module, gathers=grid.z > 1)
     SharedRandomness(comms, arrangement.rows).attach(model)
     if arrangement.row_parts(grid) > 1:
-        Alike(comms, layers=not found.one_way).watch(model)
+        AgreementCheck(comms, layers=not one_way).watch(model)
     share_inputs(model)
     if grid.world_size > 1:
         refuse_resizing(model)
@@ -138,10 +107,6 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     if comms.world.rank == 0:  # all ranks would say the same
         _warn(report)
     return model
-
-
-def _sizes(layers: list[SplitCandidate]) -> dict[nn.Module, Size]:
-    return {c.module: Size(c.into, c.out, CHANNELS if c.type == "conv2d" else FEATURES) for c in layers}
 
 
 def _check(model: nn.Module, grid: Grid, arrangement: Arrangement) -> None:
@@ -160,12 +125,13 @@ def _check(model: nn.Module, grid: Grid, arrangement: Arrangement) -> None:
                 " torch.view_as_real(...), a real parameter, and view it as complex in forward"
             )
     for name, module in model.named_modules():
-        if found := _of_own_rows(module):
-            what, instead = found
+        if reason := _of_own_rows(module):
+            what, instead = reason
+            axes = arrangement.rows[::-1]
             raise Refused(
                 f"parallelize: {name!r} is a {type(module).__name__}, {what} of each rank's own rows"
-                f" on {', '.join(f'{axis}={grid.size(axis)}' for axis in reversed(arrangement.rows))}; {instead}"
-                f" or a grid with {' and '.join(f'{axis}=1' for axis in reversed(arrangement.rows))}"
+                f" on {', '.join(f'{axis}={grid.size(axis)}' for axis in axes)}; {instead}"
+                f" or a grid with {' and '.join(f'{axis}=1' for axis in axes)}"
             )
 
 
@@ -185,221 +151,110 @@ def _of_own_rows(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def _candidates(model: nn.Module, grid: Grid, arrangement: Arrangement) -> tuple[list[SplitCandidate], dict[str, str]]:
-    """The layers of ``model``, and those that must stay serial, with the reason."""
-    found: list[SplitCandidate] = []
-    serial: dict[str, str] = {}
-    readers: dict[str, str] = {}
-    for name, module in model.named_modules():
-        inside = next((kind for prefix, kind in readers.items() if name.startswith(prefix)), None)
-        candidate = _candidate(name, module)
-        if candidate is None:
-            plain = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-            if type(module).__module__.startswith("torch.nn.") and not plain and any(module.children()):
-                readers[f"{name}."] = type(module).__name__
-            continue
-        found.append(candidate)
-        module_: Any = module
-        if not _is_plain(module):
-            serial[name] = "it has parameters, buffers or a forward of its own (weight_norm, pruning, ...)"
-        elif not module_.weight.is_floating_point():
-            serial[name] = f"its weight is {module_.weight.dtype}"
-        elif inside:
-            serial[name] = f"inside a torch.nn.{inside}, which reads its layers' weights itself"
-        elif candidate.type == "conv2d" and module_.groups > 1 and grid.x * grid.y > 1:
-            serial[name] = f"groups={module_.groups}: a group's channels must meet on one rank"
-        elif candidate.type in ("conv1d", "conv2d") and arrangement.square:
-            serial[name] = f"algorithm {arrangement.name!r} has no {candidate.type}"
-        elif candidate.type == "embedding" and (module_.max_norm or module_.sparse or module_.scale_grad_by_freq):
-            serial[name] = "max_norm, sparse or scale_grad_by_freq"
-    for group in _tied(model, found):
-        biased = any(c is not None and c.type == "linear" and c.module.bias is not None for c in group)
-        if not _is_table_with_heads(group) or (arrangement.square and biased):  # a bias does not lie as a table
-            serial.update({c.name: "shares its weight" for c in group if c is not None})
-    return found, serial
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a layer is what its class makes of it."""
-    own = set(module._parameters)
-    return "weight" in own and own <= {"weight", "bias"} and not module._buffers and "forward" not in module.__dict__
-
-
-def _tied(model: nn.Module, candidates: list[SplitCandidate]) -> list[list[SplitCandidate | None]]:
-    """The owners of each weight that several modules share and a layer among them; None stands for any other module."""
-    by_module = {c.module: c for c in candidates}
-    groups = ([by_module.get(module) for module, _ in owners] for owners in tied_parameters(model).values())
-    return [group for group in groups if any(group)]
-
-
-def _is_table_with_heads(group: list[SplitCandidate | None]) -> bool:
-    types = sorted(c.type if c is not None else "other" for c in group)
-    return types == ["embedding"] + ["linear"] * (len(types) - 1)
-
-
-def _candidate(name: str, module: Any) -> SplitCandidate | None:
-    if type(module) is nn.Linear:
-        return SplitCandidate(name, module, "linear", module.in_features, module.out_features, uneven_out=True)
-    if type(module) is nn.Conv2d:
-        return SplitCandidate(name, module, "conv2d", module.in_channels, module.out_channels)
-    if type(module) is nn.Embedding:
-        return SplitCandidate(name, module, "embedding", None, module.embedding_dim)
-    if is_conv1d(module):
-        return SplitCandidate(name, module, "conv1d", module.nx, module.nf)
-    return None
-
-
-@dataclass
-class _Attentions:
-    """Attention modules that are split by heads.
-
-    Attributes:
-        choices: For their projections.
-        known, traced: The modules: of classes that are known, and those that tracing has proved.
-        reasons: Layers of other attention modules -> why these are not split.
-    """
-
-    choices: dict[str, Decision] = field(default_factory=dict)
-    known: dict[nn.Module, Attention] = field(default_factory=dict)
-    traced: dict[nn.Module, Proof] = field(default_factory=dict)
-    reasons: dict[nn.Module, str] = field(default_factory=dict)
-
-
-def _attention(
+def _decide_others(
     model: nn.Module,
     candidates: list[SplitCandidate],
-    serial: dict[str, str],
-    wanted: dict[str, Wish],
-    inner: str,
-    ranks: int,
-) -> _Attentions:
-    """The attention modules whose heads ``ranks`` along ``inner`` share."""
-    found = _Attentions()
-    for name, module in model.named_modules():
-        known = attention(module, name, ranks)
-        if isinstance(known, Attention):
-            layers = {f"{name}.{child}": layer for child, layer in known.layers.items()}
-            if _may_be_split(model, layers, wanted):
-                found.known[module] = known
-                found.choices |= _by_heads(layers, inner)
-        elif known:
-            warnings.warn(f"parallelize: attention is not split by heads: {known}", stacklevel=4)
-            found.reasons |= dict.fromkeys(module.modules(), known)
-    sizes = _sizes([c for c in candidates if c.type in ("linear", "conv1d") and c.name not in serial])
-    names = {module: name for name, module in model.named_modules()}
-    tables = {c.module for c in candidates if c.module not in sizes}
-    done = {part for module in found.known for part in module.modules()}
-    for name, module in reversed(list(model.named_modules())):  # what is inside comes first
-        own = [part for part in module.modules() if part in sizes]
-        inside = set(module.modules())
-        if module in sizes or not 2 <= len(own) <= MOST_LAYERS or inside & (done | tables) or not name:
-            continue
-        if type(module).__module__.startswith("torch.nn."):
-            continue
-        try:
-            proof = prove(module, sizes, inner, ranks)
-        except NotProved as error:
-            said = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
-            if "attention" in said or "attn" in said:
-                found.reasons = dict.fromkeys(own, f"{name}: {error}") | found.reasons
-            continue
-        if proof is None:
-            continue
-        layers = {
-            names[layer]: (kind, {"out_blocks": blocks} if len(blocks) > 1 else {})
-            for layer, (kind, blocks) in proof.layers.items()
-        }
-        if _may_be_split(model, layers, wanted):
-            found.traced[module] = proof
-            found.choices |= _by_heads(layers, inner)
-            done |= inside
-    return found
+    closed: set[nn.Module],
+    whole: dict[nn.Module, str],
+    grid: Grid,
+    arrangement: Arrangement,
+) -> tuple[dict[nn.Module, str], bool]:
+    """Decide the layers outside of attention that is split (``closed``); ``whole``: why other attention is not.
+
+    Returns:
+        The axis of each dropout and group norm that stays split; whether the model has one way (``regions``).
+    """
+    while True:
+        free = [candidate for candidate in candidates if candidate.decision is None]
+        traced = find_regions(model, free, closed)
+        read = [candidate for candidate in free if candidate.module in traced.read]
+        if not read:
+            break
+        for candidate in read:
+            candidate.keep("another module reads its weight itself")
+    inside = decide(free, traced.regions, grid, arrangement)
+    for candidate in free:
+        decision = candidate.decided
+        decision.why = decision.why or f"whole: {traced.whole[candidate.module]}"
+        if candidate.module in whole and not (decision.split_in or decision.split_out):
+            decision.why = NOT_BY_HEADS + whole[candidate.module]
+    return inside, traced.one_way
 
 
-def _may_be_split(model: nn.Module, layers: dict[str, tuple[str, Any]], wanted: dict[str, Wish]) -> bool:
-    """Whether the user neither says otherwise nor looks at whole activations: else easy mode for the module."""
-    asked = [(kind, wanted.get(name)) for name, (kind, _) in layers.items()]
-    otherwise = any(wish and (wish.kind != kind or wish.split_in is not None) for kind, wish in asked)
-    return not otherwise and not any(hooks_of(model.get_submodule(name)) for name in layers)
-
-
-def _by_heads(layers: dict[str, tuple[str, dict[str, Any]]], inner: str) -> dict[str, Decision]:
-    return {
-        name: Decision(kind, kind != "normal", kind == "normal", f"heads over {inner}", options)
-        for name, (kind, options) in layers.items()
-    }
-
-
-def _ties(model: nn.Module, candidates: list[SplitCandidate], choices: dict[str, Decision]) -> list[tuple[str, str]]:
+def _keep_ties(model: nn.Module, candidates: list[SplitCandidate]) -> dict[SplitCandidate, SplitCandidate]:
     """Heads that share an embedding's weight, with it; where the two are not split alike, both stay serial.
 
     Raises:
         Refused: They are not split alike, and activations beside them are split.
     """
-    pairs = []
-    for group in _tied(model, candidates):
-        if not _is_table_with_heads(group):
+    tables = dict[SplitCandidate, SplitCandidate]()
+    for group in tied(model, candidates):
+        if not is_table_with_heads(group):
             continue
-        layers = [c for c in group if c is not None]
-        (table,) = (c for c in layers if c.type == "embedding")
-        kinds = {choices[c.name].kind for c in layers}
+        table, *heads = sorted(filter(None, group), key=lambda layer: layer.type != "embedding")
+        decisions = [layer.decided for layer in (table, *heads)]
+        kinds = {decision.kind for decision in decisions}
         if kinds == {"normal"}:
-            pairs += [(c.name, table.name) for c in layers if c is not table]
+            tables |= dict.fromkeys(heads, table)
         elif kinds != {"replicate"}:
-            if any(choices[c.name].split_in or choices[c.name].split_out for c in layers):
+            names = [layer.name for layer in candidates if layer in (table, *heads)]
+            if any(decision.split_in or decision.split_out for decision in decisions):
                 raise Refused(
-                    f"parallelize: {', '.join(c.name for c in layers)} share one weight and cannot be split alike; give"
+                    f"parallelize: {', '.join(names)} share one weight and cannot be split alike; give"
                     " all of them kind 'normal' or 'replicate' in a plan of patterns, or untie them"
                 )
-            why = "shares its weight with a layer that is split otherwise"
-            choices.update({c.name: Decision("replicate", why=why) for c in layers})
-    return pairs
+            for layer in (table, *heads):
+                layer.keep("shares its weight with a layer that is split otherwise")
+    return tables
 
 
-def _replace(
-    model: nn.Module, candidate: SplitCandidate, choice: Decision, replacer: Replacer, *, as_table: bool
-) -> None:
-    if choice.kind == "replicate":
+def _replace(model: nn.Module, candidate: SplitCandidate, replacer: Replacer, *, as_table: bool) -> None:
+    decision, name = candidate.decided, candidate.name
+    if decision.kind == "replicate":
         return
-    parent_name, _, child = candidate.name.rpartition(".")
-    if not candidate.name:
+    if not name:
         raise Refused(
             f"parallelize: the model is itself a {type(model).__name__}; put it into a module, or use"
             f" axo.nn.{type(model).__name__}"
         )
-    parent, name = model.get_submodule(parent_name), candidate.name
+    where, _, child = name.rpartition(".")
+    parent, transposed = model.get_submodule(where), decision.kind == "transposed"
+    sides: dict[str, Any] = {"scatter_input": not decision.split_in, "gather_output": not decision.split_out}
     if candidate.type == "embedding":
-        replacer.embedding(parent, child, name, gather_output=not choice.split_out)
-        return
-    options: dict[str, Any] = {
-        "transposed": choice.kind == "transposed",
-        "scatter_input": not choice.split_in,
-        "gather_output": not choice.split_out,
-        **choice.options,
-    }
-    if candidate.type == "conv2d":
-        replacer.conv2d(parent, child, name, **options)
+        replacer.embedding(parent, child, name, gather_output=not decision.split_out)
+    elif candidate.type == "conv2d":
+        replacer.conv2d(parent, child, name, transposed=transposed, **sides)
     elif candidate.type == "linear":
-        replacer.linear(parent, child, name, uneven_out=not choice.split_out, as_table=as_table, **options)
+        options = {"uneven_out": not decision.split_out, "as_table": as_table, **sides, **decision.options}
+        replacer.linear(parent, child, name, transposed=transposed, **options)
     else:
-        transposed = options.pop("transposed")
+        features = Features(**sides, **decision.options)
         new = Conv1D(
             candidate.module,
             comms=replacer.comms,
             transposed=transposed,
             grad_reduce=replacer.grad_reduce,
-            features=Features(**options),
+            features=features,
             name=name,
         )
         replacer.put(parent, child, new)
 
 
-def _line(candidate: SplitCandidate, choice: Decision, grid: Grid, arrangement: Arrangement) -> LayerPlan:
+def _replace_inside(model: nn.Module, name: str, axis: str, replacer: Replacer) -> None:
+    """Put in a dropout or a group norm of activations that stay split over ``axis``."""
+    where, _, child = name.rpartition(".")
+    parent, old = model.get_submodule(where), cast(Any, model.get_submodule(name))
+    if isinstance(old, nn.GroupNorm):
+        replacer.group_norm(parent, child, name, axis=axis)
+        return
+    new = Dropout(old.p, old.inplace, comms=replacer.comms, split=(axis, *replacer.comms.arrangement.rows))
+    setattr(parent, child, new.train(old.training))
+
+
+def _line(candidate: SplitCandidate, grid: Grid, arrangement: Arrangement) -> LayerPlan:
     """What one row costs in all-gathers: this rank's part, where the axis has more than one."""
-    module: Any = candidate.module
-    in_axis, out_axis = choice.axes(arrangement)
-    if candidate.type == "embedding":
-        out_axis = "y"
+    module, choice = candidate.module, candidate.decided
+    in_axis, out_axis = candidate.axes(choice.kind, arrangement)
     forward = backward = 0
     if choice.kind != "replicate":
         if not choice.split_out and grid.size(out_axis) > 1:
@@ -415,9 +270,12 @@ def _line(candidate: SplitCandidate, choice: Decision, grid: Grid, arrangement: 
 def _left_whole(name: str, module: nn.Module) -> list[LayerPlan]:
     """The row of a module of no known kind whose own weights are large: since transformers 5, all experts in one."""
     for own, weight in module.named_parameters(recurse=False):
-        if weight.ndim > 2 and min(weight.shape) > 1:
-            why = f"{own} has {weight.ndim} dimensions: such weights stay whole on every rank"
-            return [LayerPlan(name, type(module).__name__, "replicate", False, False, 0, 0, why)]
+        why = f"{own} has {weight.ndim} dimensions: such weights stay whole on every rank"
+        if isinstance(module, nn.Linear):
+            why = "its class is not torch.nn.Linear itself"
+        elif weight.ndim < 3 or min(weight.shape) == 1:
+            continue
+        return [LayerPlan(name, type(module).__name__, "replicate", False, False, 0, 0, why)]
     return []
 
 
@@ -428,8 +286,15 @@ def _shares(model: nn.Module, line: LayerPlan) -> bool:
 
 
 def _warn(report: PlanReport) -> None:
-    whole = [line for line in report if line.kind == "replicate" and not line.why.startswith("plan ")]
-    if whole:
-        lines = "; ".join(f"{line.name}: {line.why}" for line in whole[:4])
-        more = f" (and {len(whole) - 4} more)" if len(whole) > 4 else ""
-        warnings.warn(f"parallelize: {len(whole)} layers stay serial on every rank: {lines}{more}", stacklevel=4)
+    serial = [line for line in report if line.kind == "replicate" and not line.why.startswith("plan ")]
+    lines = [f"{line.name}: {line.why}" for line in serial]
+    if lines:
+        warnings.warn(f"parallelize: {len(lines)} layers stay serial on every rank: {_some(lines)}", stacklevel=4)
+    reasons = [line.why for line in report if line.why.startswith(NOT_BY_HEADS) and NO_TABLE not in line.why]
+    if reasons:
+        whole = _some([why.removeprefix(NOT_BY_HEADS) for why in dict.fromkeys(reasons)])
+        warnings.warn(f"parallelize: attention is not split by heads: {whole}", stacklevel=4)
+
+
+def _some(lines: list[str]) -> str:
+    return "; ".join(lines[:4]) + (f" (and {len(lines) - 4} more)" if len(lines) > 4 else "")

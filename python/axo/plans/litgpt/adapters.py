@@ -137,11 +137,11 @@ class _Prompted(_OwnParameters):
         rows = sum_gradient(rows, self.comms.axis(inner), "an adapter's prompt")
         each = heads // groups
         rows = rows.view(1, -1, groups, each + 2, attention.config.head_size).permute(0, 2, 3, 1, 4)
-        found = rows[:, :, each], rows[:, :, each + 1]
+        prompt = rows[:, :, each], rows[:, :, each + 1]
         if groups == 1:
-            return found
+            return prompt
         first, last = chunk_bounds(heads, self.comms.grid.size(inner), getattr(self.comms.coords, inner))
-        keys, values = (part.repeat_interleave(each, dim=1)[:, first:last] for part in found)
+        keys, values = (part.repeat_interleave(each, dim=1)[:, first:last] for part in prompt)
         return keys, values
 
 
@@ -167,8 +167,8 @@ def with_prompt(old: Any, name: str, replacer: Replacer) -> Any:
     return new
 
 
-class ScaledLinear(_OwnParameters, AdapterV2Linear):
-    """``litgpt.adapter_v2.AdapterV2Linear`` around an :class:`axo.nn.Linear`.
+class AroundLinear(ParallelLayer):
+    """What LitGPT puts around a linear layer, with small parameters of its own.
 
     (..., in_features/Gin) -> (..., out_features/Gout), all out_features with ``gather_output``.
 
@@ -180,26 +180,45 @@ class ScaledLinear(_OwnParameters, AdapterV2Linear):
     """
 
     def __init__(self, old: Any, replacer: Replacer, name: str, transposed: bool, features: Features) -> None:
-        in_axis, out_axis = replacer.comms.arrangement.features(transposed)
-        axes = () if features.whole_output else (out_axis,)
-        out = old.linear.out_features
-        placement = Placement((out,), (axes,), features.out_blocks, replacer.comms, features.out_copies)
-        self._start(replacer.comms, name, {"adapter_bias": placement, "adapter_scale": placement})
-        self.in_axis, self.out_axis = in_axis, axes[0] if axes else None
-        self.in_features_whole, self.out_features_whole = old.linear.in_features, out
+        self._start(replacer.comms, name, {})
+        self.in_axis, inner = replacer.comms.arrangement.features(transposed)
+        self.out_axis = None if features.whole_output else inner
+        self.in_features_whole, self.out_features_whole = old.linear.in_features, old.linear.out_features
         self.out_blocks, self.out_copies = features.out_blocks, features.out_copies
         self.gather_output = features.gather_output
-        self._exchange(replacer)
-        self._add_parameters("meta", old.adapter_scale.dtype)
+        self.placements = self._place(old)
+        self.exchanges = tuple(Exchange(self.comms, each, replacer.grad_reduce) for each in self.placements.values())
+        if self.placements:
+            self._add_parameters("meta", next(getattr(old, each).dtype for each in self.placements))
 
-    def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """Scale and bias alone, whole; the layer beside them is a parallel one by itself."""
-        with torch.device("meta"):
-            whole = AdapterV2Linear(1, 1)
-        whole.linear = nn.Identity()  # type: ignore[assignment]
+    def _place(self, old: Any) -> dict[str, Placement]:
+        """The placements of the own parameters, which lie as the features of the layer do."""
+        raise NotImplementedError
+
+    @property
+    def _out_axes(self) -> tuple[str, ...]:
+        return (self.out_axis,) if self.out_axis else ()
+
+    def _fill(self, whole: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """Give ``whole``, a serial layer on the meta device, its own parameters alone: ``linear`` is filled itself."""
+        whole.linear = nn.Identity()
         for name, placement in self.placements.items():
             setattr(whole, name, nn.Parameter(torch.empty(placement.global_shape, device=device, dtype=dtype)))
-        return whole
+        serial: nn.Module = whole
+        return serial
+
+
+class ScaledLinear(AroundLinear, _OwnParameters, AdapterV2Linear):
+    """``litgpt.adapter_v2.AdapterV2Linear`` around an :class:`axo.nn.Linear`."""
+
+    def _place(self, old: Any) -> dict[str, Placement]:
+        out = (old.linear.out_features,)
+        placement = Placement(out, (self._out_axes,), self.out_blocks, self.comms, self.out_copies)
+        return {"adapter_bias": placement, "adapter_scale": placement}
+
+    def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        with torch.device("meta"):
+            return self._fill(AdapterV2Linear(1, 1), device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._gather_if_asked(AdapterV2Linear.forward(self, x))

@@ -8,21 +8,19 @@ cache that are not filled yet, and generation differs from Hugging Face's (Gemma
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 
-class _Softcapped:
-    def scaled_dot_product_attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, torch.finfo(q.dtype).min)
-        return super().scaled_dot_product_attention(q, k, v, mask)  # type: ignore[misc]
-
-
-def softcapped(kind: type) -> type:
-    """LitGPT's attention class ``kind`` for a configuration with ``attention_logit_softcapping``."""
-    made: Any = type(f"Softcapped{kind.__name__}", (_Softcapped, kind), {"__module__": kind.__module__})
-    return made
+def with_hidden_places(
+    attend: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``attend``, an attention's ``scaled_dot_product_attention``, with a mask that can be added to scores."""
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, torch.finfo(q.dtype).min)
+    return attend(q, k, v, mask)

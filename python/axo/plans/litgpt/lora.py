@@ -19,6 +19,7 @@ Not here: sequence parallelism (refused).
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -30,76 +31,46 @@ from axo.matmul.product import no_autocast, refuse_create_graph
 from axo.matmul.products import compute_dtype
 from axo.nn import Dropout, Features, Linear
 from axo.nn.layer import ParallelLayer
-from axo.overlap.exchange import Exchange
 from axo.overlap.gradients import SKIP, wanted
 from axo.placement import Placement
-from axo.plans.litgpt.adapters import own_gradients
+from axo.plans.litgpt.adapters import AroundLinear, own_gradients
 from axo.plans.replace import Replacer
 from axo.sharding import unshard
 
 
-class AdaptedLinear(ParallelLayer, LoRALinear):
-    """``litgpt.lora.LoRALinear`` (and ``LoRAQKVLinear``) around an :class:`axo.nn.Linear`.
-
-    (..., in_features/Gin) -> (..., out_features/Gout), all out_features with ``gather_output``.
-
-    Args:
-        old: The serial layer. Whoever makes this gives it a parallel ``linear``.
-        replacer: Whose grid it is for.
-        name: Its name in the model.
-        transposed, features: As for :class:`axo.nn.Linear`.
-    """
+class AdaptedLinear(AroundLinear, LoRALinear):
+    """``litgpt.lora.LoRALinear`` (and ``LoRAQKVLinear``) around an :class:`axo.nn.Linear`."""
 
     linear: Linear
 
     def __init__(self, old: Any, replacer: Replacer, name: str, transposed: bool, features: Features) -> None:
-        comms, arrangement = replacer.comms, replacer.comms.arrangement
-        in_axis, inner = arrangement.features(transposed)
-        out_axis = None if features.whole_output else inner
-        out_blocks, out_copies = features.out_blocks, features.out_copies
-        into, out = old.linear.in_features, old.linear.out_features
-        whole = out_blocks or (out,)
-        copies = out_copies or (1,) * len(whole)
-        enabled = list(old.enable_lora) if isinstance(old, LoRAQKVLinear) else [True]
-        placements: dict[str, Placement] = {}
-        if hasattr(old, "lora_A"):
-            rows = tuple(n for n, on in zip(whole, enabled, strict=True) if on)
-            shared = tuple(n for n, on in zip(copies, enabled, strict=True) if on)
-            placements["lora_A"] = Placement((old.lora_A.shape[0], into), ((), (in_axis,)), comms=comms)
-            placements["lora_B"] = Placement(
-                (sum(rows), old.r),
-                ((out_axis,) if out_axis else (),),
-                rows if out_blocks else None,
-                comms,
-                shared if out_blocks else None,
-            )
-        self._start(comms, name, placements)
+        AroundLinear.__init__(self, old, replacer, name, transposed, features)
         self.r, self.lora_alpha, self.merged = old.r, old.lora_alpha, old.merged
         self.scaling = getattr(old, "scaling", 0.0)
-        self.enable_lora = enabled
-        self.in_features = self.in_features_whole = into
-        self.out_features = self.out_features_whole = out
-        self.in_axis, self.out_axis = in_axis, out_axis
-        self.out_blocks, self.out_copies, self.gather_output = out_blocks, out_copies, features.gather_output
+        self.enable_lora = _enabled(old)
+        self.in_features, self.out_features = old.linear.in_features, old.linear.out_features
         # Rows of the output on this rank, block by block.
-        bounds = Placement((out,), ((out_axis,) if out_axis else (),), out_blocks, comms, out_copies).ranges(0)
-        self.widths = [b - a for a, b in bounds] if out_blocks else [sum(b - a for a, b in bounds)]
+        whole = Placement((self.out_features,), (self._out_axes,), self.out_blocks, self.comms, self.out_copies)
+        widths = [last - first for first, last in whole.ranges(0)]
+        self.widths = widths if self.out_blocks else [sum(widths)]
         drop = old.lora_dropout.p if isinstance(old.lora_dropout, nn.Dropout) else 0.0
-        self.lora_dropout = Dropout(drop, comms=comms, split=(in_axis, *arrangement.rows)) if drop else _same
-        if placements:
-            self.exchanges = tuple(
-                Exchange(comms, placement, replacer.grad_reduce) for placement in placements.values()
-            )
-            self._add_parameters("meta", old.lora_A.dtype)
+        split = (str(self.in_axis), *self.comms.arrangement.rows)
+        self.lora_dropout = Dropout(drop, comms=self.comms, split=split) if drop else _same
+
+    def _place(self, old: Any) -> dict[str, Placement]:
+        if not hasattr(old, "lora_A"):
+            return {}
+        blocks, copies, shared = self.out_blocks or (old.linear.out_features,), self.out_copies, None
+        rows = tuple(itertools.compress(blocks, _enabled(old)))
+        if self.out_blocks:
+            shared = tuple(itertools.compress(copies or (1,) * len(blocks), _enabled(old)))
+        a = Placement((old.lora_A.shape[0], old.linear.in_features), ((), (str(self.in_axis),)), comms=self.comms)
+        b = Placement((sum(rows), old.r), (self._out_axes,), rows if self.out_blocks else None, self.comms, shared)
+        return {"lora_A": a, "lora_B": b}
 
     def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """The adapter alone, whole; the layer beside it is a parallel one by itself."""
         with torch.device("meta"):
-            whole = LoRALinear(1, 1, r=self.r, lora_alpha=self.lora_alpha)
-        whole.linear = nn.Identity()
-        for name, placement in self.placements.items():
-            setattr(whole, name, nn.Parameter(torch.empty(placement.global_shape, device=device, dtype=dtype)))
-        return whole
+            return self._fill(LoRALinear(1, 1, r=self.r, lora_alpha=self.lora_alpha), device, dtype)
 
     def reset_parameters(self) -> None:
         if self.placements:
@@ -113,14 +84,14 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
 
     def pieces(self) -> list[tuple[slice, slice, slice]]:
         """Of each block that has an adapter: its columns of the output and of ``mid``, and its rows of B."""
-        found: list[tuple[slice, slice, slice]] = []
+        pieces: list[tuple[slice, slice, slice]] = []
         column = first = row = 0
         for width, on in zip(self.widths, self.enable_lora, strict=True):
             if on:
-                found.append((slice(column, column + width), slice(first, first + self.r), slice(row, row + width)))
+                pieces.append((slice(column, column + width), slice(first, first + self.r), slice(row, row + width)))
                 first, row = first + self.r, row + width
             column += width
-        return found
+        return pieces
 
     @torch.no_grad()
     def get_lora_AB(self) -> torch.Tensor:
@@ -168,6 +139,11 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
 
     def extra_repr(self) -> str:
         return f"r={self.r}, scaling={self.scaling}, enabled={self.enable_lora}, grid={self.comms.grid}"
+
+
+def _enabled(old: Any) -> list[bool]:
+    """Which blocks of a serial layer's output have an adapter."""
+    return list(old.enable_lora) if isinstance(old, LoRAQKVLinear) else [True]
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

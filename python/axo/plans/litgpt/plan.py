@@ -35,20 +35,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
 from litgpt import adapter, adapter_v2, lora
-from litgpt.model import (
-    GPT,
-    CausalSelfAttention,
-    GemmaMLP,
-    GptNeoxMLP,
-    GroupedTopkRouter,
-    LLaMAMLP,
-    LLaMAMoE,
-    MultiheadLatentAttention,
-)
+from litgpt import model as plain
+from litgpt.model import GPT, GroupedTopkRouter
 from litgpt.model import RMSNorm as SerialRMSNorm
 from litgpt.scripts.convert_hf_checkpoint import qkv_reassemble
 from torch import nn
@@ -63,24 +56,22 @@ from axo.nn.sequence import GatherTokens
 from axo.nn.shared_input import share_input, share_inputs
 from axo.plans.heads import kv_copies
 from axo.plans.litgpt import adapters, latent
-from axo.plans.litgpt.attention import softcapped
+from axo.plans.litgpt.attention import with_hidden_places
 from axo.plans.litgpt.lora import AdaptedLinear
 from axo.plans.litgpt.moe import replace_mixture
 from axo.plans.litgpt.sizes import check_sizes, owner_of
 from axo.plans.replace import Replacer, check_exact
 
-_ATTENTIONS: tuple[type, ...] = (
-    CausalSelfAttention,
-    lora.CausalSelfAttention,
-    adapter.CausalSelfAttention,
-    adapter_v2.CausalSelfAttention,
-    MultiheadLatentAttention,
-)
-_DENSE: tuple[type, ...] = (
-    *(GptNeoxMLP, LLaMAMLP, GemmaMLP, lora.GptNeoxMLP, lora.LLaMAMLP, lora.GemmaMLP),
-    *(adapter_v2.GptNeoxMLP, adapter_v2.LLaMAMLP, adapter_v2.GemmaMLP),
-)
-_MIXTURES: tuple[type, ...] = (LLaMAMoE, lora.LLaMAMoE, adapter_v2.LLaMAMoE)
+
+def _classes(*names: str) -> tuple[type, ...]:
+    """LitGPT's classes of these names: the plain ones, and those that adapters and LoRA put in their place."""
+    modules = (plain, lora, adapter, adapter_v2)
+    return tuple(dict.fromkeys(getattr(module, name) for name in names for module in modules if hasattr(module, name)))
+
+
+_ATTENTIONS = _classes("CausalSelfAttention", "MultiheadLatentAttention")
+_DENSE = _classes("GptNeoxMLP", "LLaMAMLP", "GemmaMLP")
+_MIXTURES = _classes("LLaMAMoE")
 _ADAPTED = (lora.LoRALinear, adapter_v2.AdapterV2Linear)  # what is around a linear layer
 
 
@@ -258,7 +249,7 @@ def _replace_attention(block: Any, name: str, replacer: Replacer) -> None:
     block.attn = adapters.with_prompt(block.attn, name, replacer)
     attn, config, parts = block.attn, block.config, comms.grid.size(inner)
     if config.attention_logit_softcapping is not None:
-        attn.__class__ = softcapped(type(attn))
+        attn.scaled_dot_product_attention = partial(with_hidden_places, attn.scaled_dot_product_attention)
     copies = kv_copies("transformer.h", "n_query_groups", config.n_query_groups, parts)
     attn.config = copy.copy(config)
     attn.config.n_head //= parts

@@ -1,7 +1,7 @@
-"""A lane: copies between a device and the host on a stream of their own, beside the computation.
+"""Copies between a device and the host on a stream of their own, beside the computation.
 
-    lane = Lane(device)
-    done = lane.copy([(to, source)])     # begins when what the compute stream holds so far has run
+    copies = CopyStream(device)
+    done = copies.copy([(to, source)])     # begins when what the compute stream holds so far has run
     done.block()                         # what the compute stream is given from now on comes after the copy
     done.synchronize()                   # the host waits
 
@@ -44,7 +44,7 @@ class CopyEvent:
             self._event.synchronize()
 
 
-class Lane:
+class CopyStream:
     """A stream of copies; see the module.
 
     Args:
@@ -54,7 +54,7 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
-        self._held: deque[tuple[CopyEvent, object, int]] = deque()
+        self._in_flight: deque[tuple[CopyEvent, object, int]] = deque()
         self._bytes = 0
 
     def copy(self, pairs: Iterable[TensorPair], *after: CopyEvent | None, held: object = None) -> CopyEvent:
@@ -75,7 +75,7 @@ class Lane:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             done = CopyEvent(self._device, self._stream.record_event())
-        self._hold(done, pairs, held)
+        self._keep(done, pairs, held)
         return done
 
     def following(self) -> AbstractContextManager[object]:
@@ -84,19 +84,19 @@ class Lane:
 
     def synchronize(self) -> None:
         """Block the host until all copies so far are complete."""
-        if self._held:
-            self._held[-1][0].synchronize()
+        if self._in_flight:
+            self._in_flight[-1][0].synchronize()
 
-    def _hold(self, done: CopyEvent, pairs: list[TensorPair], held: object) -> None:
+    def _keep(self, done: CopyEvent, pairs: list[TensorPair], held: object) -> None:
         size = sum(target.nbytes for target, _ in pairs)
-        self._held.append((done, (pairs, held), size))
+        self._in_flight.append((done, (pairs, held), size))
         self._bytes += size
         self.let_go(_MOST_BYTES + size)
 
     def let_go(self, most: int | None = None) -> None:
         """Let go of the tensors of copies that are complete, and of others while they have more than ``most`` bytes."""
-        while self._held and (self._held[0][0].is_completed() or (most is not None and self._bytes > most)):
-            done, _, size = self._held.popleft()
+        while self._in_flight and (self._in_flight[0][0].is_completed() or (most is not None and self._bytes > most)):
+            done, _, size = self._in_flight.popleft()
             done.block()
             self._bytes -= size
 

@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 
 from axo.comm.agree import ranks_that_differ
 from axo.comm.connect import Communicators
-from axo.comm.counting import active as counting
+from axo.comm.counting import observers as counting
 from axo.nn.layer import ParallelLayer
 from axo.overlap.step_hooks import Arguments, before_steps, closure_of, with_closure
 from axo.settings import is_on
 
 
-class Alike:
+class AgreementCheck:
     """Compares, before each step on parameters of a model, what its ranks must have alike.
 
     Args:
@@ -79,14 +79,13 @@ class Alike:
             )
 
     def _compare_buffers(self, model: nn.Module) -> None:
-        found = {
-            f"{name}.{key}".lstrip("."): value
+        digests = {
+            f"{name}.{key}".lstrip("."): _digest(value)
             for name, module in model.named_modules()
             if not isinstance(module, ParallelLayer)
             for key, value in module.named_buffers(recurse=False)
             if key not in module._non_persistent_buffers_set and value.layout == torch.strided
         }
-        digests = {name: _digest(value) for name, value in found.items()}
         if ranks_that_differ(self._comms, repr(digests)):  # each of these is asked on all ranks or on none
             if ranks_that_differ(self._comms, " ".join(digests)):
                 differ = [f"their names (here: {_some(list(digests)) or 'none'})"]
