@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -198,19 +198,27 @@ def keep_freed_memory() -> None:
 
 
 class Termination:
-    """A context of a rank in which the first SIGTERM or SIGINT (Ctrl-C) is only noted; a later one ends the process.
+    """A context of a rank in which the first SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 is only noted; a later one ends it.
+
+    SLURM sends SIGUSR1 before a job's time is over (``--signal=USR1@120``). Where AXO_FLIGHT_DIR is set, that asks for
+    the flight recorder's file instead.
 
     A second one within ``SAME_SIGNAL`` seconds counts as the first: ``timeout``, batch systems and terminals signal the
     whole process group, so the rank gets the signal directly and once more from its launcher, which passes it on.
 
     Attributes:
         asked: Whether it has come.
-        by: What has come, in words: SIGTERM or Ctrl-C.
+        by: What has come, in words: SIGTERM, Ctrl-C or SIGUSR1.
         progress: Gives the steps that are done and the newest checkpoint with its step, for the words of the end.
     """
 
     SAME_SIGNAL = 5.0
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    @staticmethod
+    def signals() -> list[signal.Signals]:
+        """Those that are noted."""
+        usr1 = [] if os.environ.get("AXO_FLIGHT_DIR") else [signal.SIGUSR1]
+        return [signal.SIGTERM, signal.SIGINT, *usr1]
 
     def __init__(self) -> None:
         self.asked = False
@@ -219,19 +227,18 @@ class Termination:
         self._since = 0.0
 
     def __enter__(self) -> Termination:
-        for number in self.SIGNALS:
+        for number in self.signals():
             signal.signal(number, self._note)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for number in self.SIGNALS:
+        for number in self.signals():
             signal.signal(number, signal.SIG_DFL)
 
     def _note(self, number: int, frame: Any) -> None:
         if not self.asked:
             self.asked, self._since = True, time.monotonic()
-            if number == signal.SIGINT:
-                self.by = "Ctrl-C"
+            self.by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             if os.environ.get("RANK", "0") == "0":
                 self.tell_lost()
                 # Not print: the signal may have come while the stream's buffer is written.
@@ -297,7 +304,7 @@ def launch_local(
         # Before anything is raised: what is raised while a destructor runs is lost.
         _pass_on(Path(reports), number, signal.SIGKILL if again else number)
         ended.extend([number] * again)
-        if not terminate or again or number not in Termination.SIGNALS:
+        if not terminate or again or number not in Termination.signals():
             raise SignalException(f"signal {number}", signal.Signals(number))
 
     with _own_folder() as reports:
@@ -319,7 +326,7 @@ def launch_local(
         )
         gc.collect()  # what earlier launches have left (stores with threads) may end here, but not in a forked rank
         try:
-            with _handled(end):
+            with _handled(end, Termination.signals() if terminate else ()):
                 return elastic_launch(config, _rank_main)(reports, function, args)[0]
         except ChildFailedError as error:
             failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -384,13 +391,13 @@ def _check_files() -> None:
 
 
 @contextlib.contextmanager
-def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Let ``handler`` have the signals that end a launch; those who had them get them back.
+def _handled(handler: Callable[[int, Any], None], noted: Iterable[signal.Signals] = ()) -> Iterator[None]:
+    """Let ``handler`` have the signals that end a launch, or that its ranks note; those who had them get them back.
 
     Torch's launcher tells its ranks which it handles itself, in the environment, which is put back, too.
     """
     hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # nohup's command goes on
-    ending = [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
+    ending = {signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else []), *noted}
     on_main = threading.current_thread() is threading.main_thread()  # the others cannot
     told = os.environ.get(_TOLD)
     before: dict[signal.Signals, Any] = {}

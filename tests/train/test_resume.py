@@ -217,7 +217,7 @@ def stop_in_the_third_step() -> None:
     loop.Trainer.step = stopping  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("to", ["command, SIGTERM", "group, SIGTERM", "group, SIGINT"])
+@pytest.mark.parametrize("to", ["command, SIGTERM", "group, SIGTERM", "group, SIGINT", "command, SIGUSR1"])
 def test_sigterm_and_ctrl_c_save_and_end_cleanly(
     text: str, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,11 +227,11 @@ def test_sigterm_and_ctrl_c_save_and_end_cleanly(
     first = Command("axo.cli", *arguments, prepare=stop_in_the_third_step)
     output = first.communicate()
     assert first.returncode == 0, output
-    by = "Ctrl-C" if "SIGINT" in to else "SIGTERM"
+    by = "Ctrl-C" if "SIGINT" in to else to.partition(", ")[2]
     assert f"{by}: this step is finished and saved first; Ctrl-C again ends at once" in output
     assert f"stopped by {by} after 3 steps; go on with --resume auto" in output
     assert checkpoint.latest(tmp_path / "out" / "checkpoints").name == "step-00000003"
-    if to == "group, SIGTERM":
+    if to in ("group, SIGTERM", "command, SIGUSR1"):
         return
     again = Command("axo.cli", *arguments, "--resume", "--compare-serial")
     output = again.communicate()

@@ -91,6 +91,7 @@ class TrainConfig:
     threads: int = _option(
         0, RANKS, "CPU threads of a rank; 0: its share of the cores.", Bounds("in [0, 4096]", 0, 4096)
     )
+    timeout: float = _option(600, RANKS, "Seconds that an operation between ranks may take.", POSITIVE)
     data: tuple[str, ...] = _option((), DATA, "Text: files or folders. Default: Python's library.", metavar="PATH...")
     tokenizer: str | None = _option(None, DATA, "A tokenizer.json; default: bytes.", metavar="PATH")
     steps: int = _option(200, DATA, "Optimizer steps.", AT_LEAST_1)

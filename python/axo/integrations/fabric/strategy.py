@@ -59,7 +59,7 @@ import axo
 from axo.arrangement import arrangement_of
 from axo.check import one_of, whole_number
 from axo.comm.connect import Communicators
-from axo.comm.rendezvous import may_be_repeated, store_of_this_start
+from axo.comm.rendezvous import launchers_store, store_of_this_start
 from axo.grid import Grid, check_ranks
 from axo.integrations import data_ranks
 from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
@@ -260,9 +260,10 @@ class AxoStrategy(ParallelStrategy):
         # The ranks are the environment's: self.world_size may count something else.
         rank, ranks = environment.global_rank(), environment.world_size()
         options: dict[str, Any] = {"timeout": self._timeout}
-        if may_be_repeated() and not torch.distributed.is_initialized():
-            store = next(iter(torch.distributed.rendezvous("env://", timeout=self._timeout)))[0]
-            options["store"] = store_of_this_start(store, rank, ranks, self._timeout.total_seconds())
+        if not torch.distributed.is_initialized():
+            seconds = self._timeout.total_seconds()
+            store = launchers_store(rank, ranks, seconds)
+            options["store"] = store_of_this_start(store, rank, ranks, seconds)
         _init_dist_connection(environment, "axo", rank, ranks, **options)
         self.comms = axo.connect(self.grid, device=self.root_device, timeout=self._timeout, pipeline=self.pipeline)
         self.comms.arrange(self.arrangement)

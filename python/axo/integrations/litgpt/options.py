@@ -50,6 +50,8 @@ class Options:
     """The folder of the lower tier, for CPU ranks."""
     algorithm: str = "axonn"
     """How products are distributed: axonn, or on a grid with x = y tesseract or summa."""
+    timeout: float = 1800.0
+    """Seconds that the start of the ranks, and an operation between them, may take."""
     trust: bool = False
     """Let files of a checkpoint's folder run code: classes in a pickle, a prompt style, a chat template."""
     host: str = "127.0.0.1"

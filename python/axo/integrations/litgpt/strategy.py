@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def strategy_of(options: Options, **more: Any) -> LitGPTStrategy:
         cuts=cut.read(options.cuts or "even"),
         microbatches=options.microbatches or None,
         offload=None if options.offload == "none" else Offload.parse(options.offload, options.offload_dir or None),
+        timeout=timedelta(seconds=options.timeout),
         **more,
     )
 
