@@ -1,8 +1,7 @@
 """How much of the communication is hidden behind the product, for each fused operation and strategy.
 
     axo bench overlap --shapes 4096x4096x4096 --shares 0.2,0.4,0.8      communication simulated on one device
-    torchrun --nproc-per-node 4 -m axo_bench.overlap --shapes ...      real ranks (NCCL, or Gloo on CPUs), also several
-                                                                       on one GPU with NCCL 2.30 and MPS
+    torchrun --nproc-per-node 4 -m axo_bench.overlap --shapes ...      real ranks (NCCL, or Gloo on CPUs)
 
 Simulated: the link's speed is chosen so that communication alone takes the given share of the vendor's product
 (bench.lib.simulated). Efficiency is ``1 - (t_fused - t_gemm) / (t_serial - t_gemm)`` with the vendor's product as
@@ -108,26 +107,19 @@ def _check_cuts(shapes: list[tuple[int, int, int]], counts: list[int], size: int
 
 
 def _place(device: torch.device, real: bool) -> torch.device:
-    """The device of this rank; more ranks than GPUs share them, where the library can.
+    """The device of this rank.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: There are more ranks than GPUs here.
     """
     if device.type != "cuda":
         return device
-    rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if real and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus:
-        version = torch.cuda.nccl.version() if torch.version.hip is None else (0,)
-        if version < (2, 30):
-            shown = ".".join(map(str, version))
-            raise ValueError(
-                f"more ranks than the {gpus} GPUs here need NCCL 2.30 (this is {shown}) and MPS; "
-                f"start {gpus} ranks, or one without torchrun to simulate the others"
-            )
-        # The kernels of all ranks must be resident at once: few thread blocks, and NVIDIA's MPS running.
-        for name, value in (("MULTI_RANK_GPU_ENABLE", "1"), ("NVLS_ENABLE", "0"), ("MAX_CTAS", "2")):
-            os.environ.setdefault(f"NCCL_{name}", value)
-    device = torch.device("cuda", rank % gpus) if real else device
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if real and ranks > gpus:
+        raise ValueError(
+            f"{ranks} ranks need as many GPUs; {gpus} are here: start {gpus}, or one, which simulates them"
+        )
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if real else device
     torch.cuda.set_device(device)
     return device
 

@@ -468,3 +468,13 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path, monk
     with launch._own_folder() as first, launch._own_folder() as second:
         assert {path.name for path in tmp_path.iterdir()} == kept | {Path(first).name, Path(second).name}
     assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def ignoring_the_ends_of_children() -> tuple[list[list[str]], bool]:
+    """As a program finds it whose starter ignores them: it is inherited."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    return launch_local(listening_addresses, 2), signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+
+
+def test_a_launcher_that_was_told_to_ignore_the_ends_of_children() -> None:
+    assert run_ranks(ignoring_the_ends_of_children, 1) == [([], True)]

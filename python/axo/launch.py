@@ -399,6 +399,9 @@ def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
         for number in ending if on_main else ():
             before[number] = signal.getsignal(number)
             signal.signal(number, handler)
+        if on_main and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # as some starters leave it: the system
+            before[signal.SIGCHLD] = signal.SIG_IGN  # would forget how ranks have ended
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         yield
     finally:
         try:
