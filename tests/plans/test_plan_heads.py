@@ -254,22 +254,32 @@ def test_the_report_says_why_attention_is_whole():
         assert warned == [f"parallelize: attention is not split by heads: {known}"][rank:]
 
 
+def late(self, x):
+    return F.dropout(x, 0.3, self.training)
+
+
 def drop(grid):
+    """What attention gives whose heads are dropped, and what it gives itself: by a module, and by a function."""
     comms = axo.connect(grid)
     seed_apart(comms)
     model = axo.parallelize(GPT(GPTConfig(n_layer=1, dropout=0.3)), comms, plan="auto")
     seen = {}
     model.h[0].attn.register_forward_hook(lambda module, args, out: seen.update(out=out.detach()))
     model.h[0].attn.c_proj.register_forward_pre_hook(lambda module, args: seen.update(heads=args[0].detach()))
+    form = axo.parallelize(nn.Sequential(Form(lambda self, x: F.dropout(x, 0.3, self.training), late)), comms, "auto")
+    assert axo.plan_report(form)["0.proj"].why == "heads over x"
     with torch.no_grad():
         model.h[0].attn.c_attn.weight.zero_()
         model(ids(0)[:, :-1])
-    return seen["out"], seen["heads"].isfinite().all().item()
+        outputs = form(features(0)), form(features(0))
+    assert (outputs[0] == 0).float().mean() > 0.2 and not torch.equal(*outputs)
+    return seen["out"], outputs, seen["heads"].isfinite().all().item()
 
 
 def test_dropout_after_the_last_projection_agrees_along_x():
-    (first, _), (second, finite) = run_ranks(drop, 2, "2x1x1x1")
+    (first, drops, _), (second, others, finite) = run_ranks(drop, 2, "2x1x1x1")
     assert torch.equal(first, second) and finite
+    assert all(map(torch.equal, drops, others))
 
 
 def compiled(grid, name):
@@ -352,10 +362,6 @@ REASONS = {
     "numbers of heads": (lambda: Form(lambda self, x: x[:, torch.arange(HEADS)]), f"{RUN}IndexError"),
     "a width of its own": (lambda: Form(plain, lambda self, x: x + self.qkv.weight.new_ones(WIDTH)), ADD_UP),
     "input": (lambda: Form(lambda self, x: x if x.sum() > 0 else -x), TRACED),
-    "late dropout": (
-        lambda: Form(plain, lambda self, x: F.dropout(x, 0.5, self.training)),
-        "it draws random numbers after its last projection",
-    ),
     "mask": (lambda: Masked(plain), "its forward takes more than one tensor"),
     "hooks": (hooked, "hooks see its activations"),
     "slopes": (with_slopes, "no table says how heads share its parameter slopes"),
@@ -383,6 +389,7 @@ def test_a_form_that_mixes_heads_stays_whole(what):
         plain,
         lambda self, x: setattr(self, "seen", x) or x,
         lambda self, x: F.dropout(x, 0.5, self.training),
+        late,
         lambda self, x: x.masked_fill(torch.ones(x.shape[-2:]).triu(1).bool(), 0),
     ],
 )

@@ -141,7 +141,7 @@ MODELS = {
         lambda model: model(nanogpt.rows(4)[:, :-1], nanogpt.rows(4)[:, 1:]),
     ),
     "Mamba": (mamba, loss_of_text),
-    "timm's ViT": (lambda: ViT(heads=8, depth=1), lambda model: model(noise(8, 8)).square().mean()),
+    "plain ViT": (lambda: ViT(heads=8, depth=1), lambda model: model(noise(8, 8)).square().mean()),
 }
 
 

@@ -63,13 +63,11 @@ class Attention:
             NarrowInput(module, self.heads, ranks)
         elif ranks > 1:
             refuse_whole_heads(module, name, self.key_heads)
-        SharedRandomness(comms, (inner, *rows)).attach(module)
+        random = SharedRandomness(comms, (inner, *rows))
+        random.attach(module)  # until the last projection: what it gives is on all ranks alike
+        at(module, self.heads.last).register_forward_pre_hook(lambda layer, args: random.after(layer, args, None))
         for child in self.norms:
             replicate(module.get_submodule(child), comms, grad_reduce, sum_over=(inner,))
-        for path in self.heads.after:  # of what the last projection gives, on all ranks alike
-            for part in _modules(module, path):
-                if isinstance(part, nn.Dropout):
-                    SharedRandomness(comms, rows).attach(part)
 
 
 @dataclass
@@ -231,22 +229,14 @@ def why_not(module: nn.Module, attention: Attention, ranks: int) -> str:
 
 
 def _trial(module: nn.Module, attention: Attention, ranks: int) -> str:
-    heads = attention.heads
     torch.default_generator.manual_seed(0)  # all ranks come to the same result
     weights = {id(p): nn.Parameter(torch.randn(p.shape).double() / p.shape[-1] ** 0.5) for p in module.parameters()}
     whole, *shares = (copy.deepcopy(module, dict(weights)).to("cpu", torch.double) for _ in range(1 + ranks))
     for rank, share in enumerate(shares):
         _cut(share, attention, rank, ranks)
-    for path in heads.after:
-        for part in (part for each in (whole, *shares) for part in _modules(each, path)):
-            part.p = 0.0  # type: ignore[assignment]
-    states: list[torch.Tensor] = []
-    at(whole, heads.last).register_forward_hook(lambda *_: states.append(torch.get_rng_state()))
     for training, scale in itertools.product((False, True), (1, 30)):
-        x = scale * torch.randn(2, 7, at(module, heads.first[0]).in_features, dtype=torch.double)
+        x = scale * torch.randn(2, 7, at(module, attention.heads.first[0]).in_features, dtype=torch.double)
         before, expected = torch.get_rng_state(), whole.train(training)(x)
-        if not torch.equal(states.pop(), torch.get_rng_state()):
-            return "it draws random numbers after its last projection"
         if training and not torch.equal(before, torch.get_rng_state()):
             continue  # each head draws its own
         if not torch.allclose(sum(share.train(training)(x) for share in shares), expected, 1e-5, 1e-5):
@@ -274,9 +264,3 @@ def _cut(share: nn.Module, attention: Attention, rank: int, ranks: int) -> None:
 def _set(module: nn.Module, path: str, value: int) -> None:
     parent, _, name = path.rpartition(".")
     setattr(module.get_submodule(parent), name, value)
-
-
-def _modules(module: nn.Module, path: str) -> list[nn.Module]:
-    """The module at ``path`` and those in it; none where there is none."""
-    part = at(module, path)
-    return list(part.modules()) if isinstance(part, nn.Module) else []

@@ -27,7 +27,7 @@ class Heads:
         last: The projection that takes heads and gives whole features.
         counts: Attributes of which a rank has its share; the first is the number of heads.
         blocks: How many equal blocks one projection gives (queries, keys, values); 1 where it goes head by head.
-        after: Modules that work on what the last projection gives.
+        after: Modules with parameters that work on what the last projection gives.
         form: It is a form: any class may have it, and its forward may read its sizes off its input.
     """
 
@@ -42,7 +42,7 @@ class Heads:
 _QKV = ("q_proj", "k_proj", "v_proj")
 # Families of transformers without a plan of their own that splits attention.
 CLASSES = {
-    "gpt2.GPT2Attention": Heads(("c_attn",), "c_proj", ("num_heads", "split_size"), 3, ("resid_dropout",)),
+    "gpt2.GPT2Attention": Heads(("c_attn",), "c_proj", ("num_heads", "split_size"), 3),
     "opt.OPTAttention": Heads(_QKV, "out_proj", ("num_heads",)),
     "whisper.WhisperAttention": Heads(_QKV, "out_proj", ("num_heads",)),
     "bert.BertAttention": Heads(
@@ -60,9 +60,9 @@ CLASSES = {
 }
 _LLAMA = Heads(_QKV, "o_proj")
 FORMS = (
-    Heads(("c_attn",), "c_proj", ("n_head", "n_embd"), 3, ("resid_dropout",), form=True),  # nanoGPT's
-    Heads(("qkv",), "proj", ("heads",), 3, ("proj_drop",), form=True),
-    Heads(("qkv",), "proj", ("num_heads",), 3, ("proj_drop",), form=True),  # timm's ViT
+    Heads(("c_attn",), "c_proj", ("n_head", "n_embd"), 3, form=True),  # nanoGPT's
+    Heads(("qkv",), "proj", ("heads",), 3, form=True),
+    Heads(("qkv",), "proj", ("num_heads",), 3, form=True),  # a plain ViT's
 )
 
 
