@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -173,6 +174,7 @@ class BuildCore(build_ext):
             with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
                 slow_first = sorted(sources, key=lambda source: not sees_torch(source))
                 objects = list(pool.map(lambda source: self._compile(source, objects_dir, torch), slow_first))
+            objects.append(self._compile(sources_digest(objects_dir), objects_dir, torch))
             self._link(sorted(objects), Path(self.get_ext_fullpath(ext.name)), torch)
             link = Path("build/objects")  # the C++ tests take the core's
             link.unlink(missing_ok=True)
@@ -223,6 +225,20 @@ class BuildPackages(build_py):
             for package in {name.split(".")[0] for name in self.packages}:
                 shutil.rmtree(Path(self.build_lib) / package, ignore_errors=True)
         super().run()
+
+
+def sources_digest(folder: Path) -> Path:
+    """A source that holds the digest of all others, by which ranks see whether they run the same program."""
+    digest = hashlib.sha256()
+    for path in sorted(path for core in CORE for path in Path("csrc", core).glob("*.[ch]*")):
+        digest.update(f"{path}\n".encode() + path.read_bytes())
+    source, text = folder / "sources_digest.cpp", (
+        '#include "base/identity.h"\n'
+        f'const char* axo::sources_digest() {{ return "{digest.hexdigest()[:16]}"; }}\n'
+    )  # fmt: skip
+    if not source.exists() or source.read_text() != text:
+        source.write_text(text)
+    return source
 
 
 def compiler() -> list[str]:

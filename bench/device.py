@@ -139,7 +139,7 @@ class Rank:
         torch.accelerator.set_stream(torch.Stream(device=self.device))
         options = axo.DeviceOptions(max_ctas=2 if size > 1 else 0)
         axo_store = dist.PrefixStore("axo", store)
-        self.world = meet(axo_store, "bench", rank, size, self.device, 60.0, options, meeting=60.0, threads=False)
+        self.world = meet(axo_store, "bench", rank, size, self.device, 60.0, options, meeting=60.0)
         splits = [self.world.split(0, rank, name=name) for name in ("second", "third")]
         self.lines = [self.world, *(line for line in splits if line is not None)]
 

@@ -29,7 +29,7 @@ import torch
 
 from axo.comm.connect import Communicators
 from axo.grid import Grid
-from axo.perf import machine, model, profile, readers, simulator, tesseract
+from axo.perf import machine, model, planner, profile, readers, simulator
 from axo.perf.layer_time import RunOptions
 from axo.perf.stages import StageTimes, planned
 from axo.perf.workload import Workload
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
 def every_plan() -> list[str]:
     """What is measured, by name: a grid and how it is run."""
     plans = [str(grid) for grid in Grid.all(RANKS)]
-    plans += [f"{grid} by tesseract" for grid in tesseract.grids(RANKS)]
+    plans += [f"{grid} by tesseract" for grid in planner.tesseract_grids(RANKS)]
     plans += [f"{grid} in {STAGES} stages" for grid in Grid.all(RANKS // STAGES)]
     return plans + [f"{grid} with split tokens" for grid in SPLIT]
 
@@ -201,7 +201,7 @@ def time_steps(comms: Communicators, steps: int, how: str) -> list[float]:
 
     if modules:
         pieces = micro_batches(comms.grid)
-        stages = axo.pipeline.stages(modules, comms, rows=rows.count // pieces, tokens=LENGTH)
+        stages = axo.pipeline.stages(modules, comms, rows=len(rows) // pieces, tokens=LENGTH)
         schedule = axo.pipeline.schedule("1f1b", stages, microbatches=pieces, loss=loss)
     found = []
     for _ in range(2 + steps):  # the first learns the order of gathers, the second has buffers to make
@@ -224,9 +224,8 @@ def predictions(plan: str, on: machine.Machine) -> tuple[float, float, float]:
     work, grid, tokens = workload(), Grid.parse(name), SEQUENCES * LENGTH
     run = RunOptions(tokens, itemsize=4, cached_gathers=1.0, sequence_parallel="tokens" in how)
     if "tesseract" in how:
-        held = tesseract.as_much_as(grid)
-        run = replace(run, rows=tokens // held.data, cached_gathers=0.0)
-        closed, agnostic = (tesseract.predict(work, grid, one, run).total for one in (on, one_bandwidth(on)))
+        run = replace(run, cached_gathers=0.0, algorithm="tesseract")
+        closed, agnostic = (model.predict(work, grid, one, run).total for one in (on, one_bandwidth(on)))
         return closed, closed, agnostic
     if "stages" in how:
         run = replace(run, micro_batches=micro_batches(grid), rows=grid.z * LENGTH)

@@ -332,7 +332,7 @@ _IMPORTED = (
     # What these would import when it is first needed, in each rank.
     *("torch.profiler._cupti_monitor", "torch._inductor.compiler_bisector", "torch.distributed.launcher", "pdb"),
     *("torch.distributed.elastic.rendezvous.static_tcp_rendezvous", "axo.integrations.litgpt.text_data"),
-    *("axo.overlap.scaler", "axo.overlap.no_sync", "fsspec.implementations.chained", "pydantic.type_adapter"),
+    *("axo.optim.scaler", "axo.overlap.no_sync", "fsspec.implementations.chained", "pydantic.type_adapter"),
     *("rich._emoji_codes", "matplotlib.backends.backend_agg"),
 )
 _zygote: Zygote | None = None

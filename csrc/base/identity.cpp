@@ -49,7 +49,7 @@ std::string host_name() {
   }
   utsname names{};
   ::uname(&names);
-  return names.nodename;
+  return names.nodename[0] == '\0' ? "unnamed" : names.nodename;
 }
 
 std::string boot_id() { return read_line("/proc/sys/kernel/random/boot_id"); }

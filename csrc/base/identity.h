@@ -16,6 +16,9 @@ std::string boot_id();  // of this kernel, or "" where it is not to be read
 std::string host_identity();
 std::string process_space();  // the namespace of process ids, never empty
 
+// Of the sources that this program was compiled from; the build writes it.
+const char* sources_digest();
+
 std::string hex_digits(const unsigned char* bytes, std::size_t count);
 
 }  // namespace axo

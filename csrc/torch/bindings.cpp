@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "base/flight_recorder.h"
+#include "base/identity.h"
 #include "device/nccl_api.h"
 #include "memory/reduce.h"
 #include "memory/shared_buffers.h"
@@ -116,7 +117,6 @@ void bind_communicator(py::module_& m) {
   py::class_<Communicator, std::shared_ptr<Communicator>> bound(m, "Communicator");
   bound.def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
-      .def_property_readonly("name", &Communicator::name)
       .def_property_readonly("transport", &Communicator::transport)
       .def("split", &Communicator::split, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Communicator::abort, py::call_guard<py::gil_scoped_release>())
@@ -164,6 +164,7 @@ void run_signal_handlers() {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The compiled part of Axo; use axo.comm.communicator and axo.comm.connect.";
   m.attr("torch_version") = AXO_TORCH_VERSION;
+  m.attr("sources_digest") = axo::sources_digest();
   py::register_exception_translator(&axo::translate);
   axo::set_interrupt_check(&axo::run_signal_handlers);
   axo::bind_work(m);

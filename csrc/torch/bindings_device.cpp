@@ -5,7 +5,6 @@
 #include <pybind11/chrono.h>
 
 #include "device/communicator.h"
-#include "device/context.h"
 #include "device/peers.h"
 #include "torch/bindings_calls.h"
 #include "torch/c10d_backend.h"
@@ -118,7 +117,6 @@ void bind_device(py::module_& m) {
       .def(
           "write_flag",
           [](DeviceCommunicator& c, Address at, std::uint32_t value) { c.write_flag(pointer(at), value); }, Release())
-      .def_property_readonly("device", &DeviceCommunicator::device)
       .def_property_readonly("stream", [](DeviceCommunicator& c) { return reinterpret_cast<Address>(c.stream()); })
       .def_property_readonly("reserved_ctas", &DeviceCommunicator::reserved_ctas)
       .def_property_readonly("shares_buffers", &DeviceCommunicator::shares_buffers)
@@ -127,11 +125,7 @@ void bind_device(py::module_& m) {
   m.def(
       "create_device_communicator",
       [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& key, int rank, int size,
-         DeviceOptions options, bool own_context) {
-        if (own_context) {  // this rank is a thread among others
-          const auto gpu = GpuRuntime::open();
-          options.context = DeviceContext::create(gpu, NcclApi::open(gpu->vendor()), options.device);
-        }
+         const DeviceOptions& options) {
         // A connection of its own: the watchdog asks while the program may be waiting for a key.
         const auto own = store ? std::make_shared<C10dStore>(store->clone()) : nullptr;
         return create_device_communicator(own, key, rank, size, options);

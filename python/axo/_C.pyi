@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 torch_version: str
+sources_digest: str
 DTYPES: list[str]
 OPS: list[str]
 
@@ -21,7 +22,6 @@ class Work:
 class Communicator:
     rank: int
     size: int
-    name: str
     transport: str
     def all_reduce(
         self, src: int, out: int, n: int, dtype: int, op: int, blocking: bool, ms: int, keep: Any, /
@@ -85,7 +85,6 @@ class Communicator:
 
 # A Communicator whose collectives also take the caller's stream, and whether they come after what is on it.
 class DeviceCommunicator(Communicator):
-    device: int
     stream: int
     reserved_ctas: int
     shares_buffers: bool
@@ -142,7 +141,7 @@ def flight_lines() -> str: ...
 def collective_library(amd: bool, /) -> str: ...
 def reduce_instruction_set() -> str: ...
 def create_device_communicator(
-    store: Any, key: str, rank: int, size: int, options: DeviceOptions, own_context: bool, /
+    store: Any, key: str, rank: int, size: int, options: DeviceOptions, /
 ) -> DeviceCommunicator: ...
 def leave_devices() -> None: ...
 def device_memory(lines: list[DeviceCommunicator], size: int, device: str, /) -> Any: ...

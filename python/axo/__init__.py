@@ -49,14 +49,14 @@ _PUBLIC = {
     "unshard": "axo.sharding",
     "unshard_grad": "axo.sharding",
     "unshard_output": "axo.sharding",
-    "clip_grad_norm_": "axo.nn.clip",
+    "clip_grad_norm_": "axo.optim.clip",
     "init_weights": "axo.nn.init",
     "parallelize": "axo.parallelize",
     "plan_report": "axo.plans.report",
     "Overlap": "axo.overlap",
     "Offload": "axo.offload",
     "no_sync": "axo.overlap.no_sync",
-    "GradScaler": "axo.overlap.scaler",
+    "GradScaler": "axo.optim.scaler",
     "token_weight": "axo.overlap.no_sync",
 }
 _MODULES = (

@@ -44,7 +44,8 @@ from axo import files, slurm
 from axo.cores import usable_cores
 from axo.errors import Aborted, PeerLost, ResourceError, Timeout, user_message
 
-_LOOPBACK = "axo-loopback"
+STORE = "AXO_STORE"  # of a rank's environment: the MASTER_PORT of its launch, and the file where its ranks meet
+_IN_A_FILE = "axo-file"
 _FOLDER = "axo-ranks-"  # how a launch's folder begins
 _LOCK = ".launcher"  # a file in it, locked while the launcher or a rank that it has forked lives
 _SHM = "/dev/shm"
@@ -279,7 +280,7 @@ def launch_local(
     if terminate and threading.current_thread() is not threading.main_thread():
         raise ValueError("launch: terminate=True passes on a signal, which only the main thread gets; call it there")
     _check_files()
-    rendezvous_handler_registry.register(_LOOPBACK, _meet_on_loopback)
+    rendezvous_handler_registry.register(_IN_A_FILE, _meet_in_a_file)
     elastic = "torch.distributed.elastic"
     for name in (elastic, f"{elastic}.agent.server.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # it would print a traceback a rank; RankFailed says it once
@@ -305,8 +306,9 @@ def launch_local(
             max_nodes=1,
             nproc_per_node=ranks,
             run_id="axo",
-            rdzv_backend=_LOOPBACK,
+            rdzv_backend=_IN_A_FILE,
             rdzv_endpoint="127.0.0.1:0",
+            rdzv_configs={"folder": reports},
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=0.1,
@@ -397,6 +399,9 @@ def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
         for number in ending if on_main else ():
             before[number] = signal.getsignal(number)
             signal.signal(number, handler)
+        if on_main and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # as some starters leave it: the system
+            before[signal.SIGCHLD] = signal.SIG_IGN  # would forget how ranks have ended
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         yield
     finally:
         try:
@@ -411,25 +416,27 @@ def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _meet_on_loopback(parameters: Any) -> Any:
-    """What TorchElastic makes a rendezvous of ours from: a store on a port of 127.0.0.1 that the system chose."""
-    from torch.distributed import TCPStore
+def _meet_in_a_file(parameters: Any) -> Any:
+    """What TorchElastic makes a rendezvous of ours from: a store in a file of the launch's own folder.
+
+    Nobody listens on a port, so no other user can reach it. The ranks get a free port too: rank 0 opens it where a
+    program asks torch for a store of its own (``init_method="env://"``).
+    """
+    from torch.distributed import FileStore
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     class OneAgent(StaticTCPRendezvous):
-        """This process is the only agent, so there is nobody to wait for. The ranks join its store."""
+        """This process is the only agent, so there is nobody to wait for."""
+
+        use_agent_store = False
 
         def get_backend(self) -> str:
-            return _LOOPBACK
+            return _IN_A_FILE
 
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        agent = OneAgent("127.0.0.1", port, 0, 1, parameters.run_id, 0)
-        try:
-            agent._store = TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
-        except RuntimeError as error:  # of its thread and its sockets
-            why = str(error).partition("\n")[0]
-            raise OSError(errno.EAGAIN, f"ranks cannot be started here: {why} (see ulimit -u and -n)") from None
+    agent = OneAgent("127.0.0.1", port, 0, 1, parameters.run_id, 0)
+    agent._store = FileStore(str(Path(parameters.get("folder"), "agent")), -1)
     return agent
 
 
@@ -464,6 +471,7 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the launcher's handler would raise anywhere in a rank
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _reports[:] = [Path(reports)]
+    os.environ[STORE] = f"{os.environ['MASTER_PORT']} {Path(reports, 'store')}"
     Path(reports, f"{os.getpid()}.pid").touch()
     if Path(reports, _ASKED).exists():  # the signal came before this rank could be found
         os.kill(os.getpid(), int(Path(reports, _ASKED).read_text() or signal.SIGTERM))

@@ -16,12 +16,13 @@ from axo.comm.connect import Communicators, check_comms
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
 from axo.nn.linear import Linear
+from axo.nn.shard_reads import watch_first_passes
 from axo.offload import Offload
+from axo.optim.checks import watch_replaced
+from axo.optim.zero import STAGES
 from axo.overlap import Overlap, attach
 from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.route import GRAD_REDUCE
-from axo.overlap.step_check import parameters_of, watch_replaced
-from axo.overlap.zero import STAGES
 from axo.plans.replace import Replacer
 from axo_kernels.fused.fp8 import SCALINGS
 
@@ -114,7 +115,7 @@ def parallelize(
         arrangement.only_axonn(f"parallelize: fp8={fp8!r}")
     comms.arrange(arrangement)
     check_same_model(model, comms)
-    before = parameters_of(model)
+    watch_made_before = watch_replaced(model)
     replacer = Replacer(comms, grad_reduce=grad_reduce, sequence_parallel=sequence_parallel)
     if plan == "litgpt":
         if not _is_litgpt(model):
@@ -136,9 +137,10 @@ def parallelize(
             if isinstance(module, Linear):
                 module.use_fp8(fp8)
     attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype, same_inputs=True)
+    watch_first_passes(model, comms)
     if offload is not None:
         offload.attach(model, comms.device)
-    watch_replaced(model, before)
+    watch_made_before()
     return model
 
 

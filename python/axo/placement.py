@@ -120,7 +120,7 @@ class Placement:
         comms: The communicators that ``axo.shard`` and ``axo.unshard`` use; no part of equality.
         block_dim: Which dim the blocks are of: 0, or 1 for a weight that is stored as [in, out].
         copies: For each block, how many neighbours along the outer axis hold the same part; None: one each.
-        zero: What cuts the optimizer's state of the tensor over data (``axo.overlap.zero``); None: nothing does.
+        zero: What cuts the optimizer's state of the tensor over data (``axo.optim.zero``); None: nothing does.
         counted: False where an earlier stage of a pipeline holds the same tensor: norms count it there.
 
     Raises:
@@ -184,7 +184,7 @@ class Placement:
             raise ValueError(f"{self} knows no communicators; make it with comms=, or give grid and coordinates")
         return self.comms
 
-    @property
+    @cached_property
     def axes(self) -> frozenset[str]:
         """The axes that split any dim; over the others the tensor is replicated."""
         return frozenset(axis for axes in self.splits for axis in axes)

@@ -21,7 +21,7 @@ import axo
 from axo.checkpoint import checksum, consolidate, load, save, writer
 from axo.checkpoint.folder import name_of
 from axo.checkpoint.parts import Parts
-from axo.overlap import optimizer_state
+from axo.optim import checks
 from tests.checkpoint.test_checkpoint_safety import filled, tell, value_of
 from tests.launcher import run_ranks
 
@@ -230,7 +230,7 @@ def steps_after(grid: str, folder: str, source: int, by_hand: bool) -> tuple[str
 def zero_shards() -> str:
     comms = axo.connect("1x1x1x2")
     model = axo.parallelize(nn.Sequential(nn.Linear(8, 8)), comms, plan="auto", zero=1)
-    return optimizer_state.shards_of(torch.optim.Adam(model.parameters()))
+    return checks.shards_of(torch.optim.Adam(model.parameters()))
 
 
 @pytest.mark.parametrize(

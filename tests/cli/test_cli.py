@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 
 from axo.cli import bench, info
 from axo.cli import main as cli
-from axo.grid import Grid
 from axo.perf.flops import narayanan
 from tests.launcher import Command, Outcome, fork_the_ranks_of_torchrun, rank_outcomes
 from tests.train.test_train import NEOX, TEXT
@@ -327,38 +326,6 @@ def test_help_is_quick_and_needs_no_torch() -> None:
     assert all(name in output for name in ("train", "info", "bench"))
 
 
-EARLY = {
-    "--grid 3x1x1x1": "n_head=8 does not divide over x=3; use 6 or 9, or a grid with x in {1, 2, 4, 8}",
-    "--grid 1x3x1x1": "n_embd=128 does not divide over y=3",
-    "--grid 2x2x1x1 --algorithm tesseract --model-override intermediate_size=385": "intermediate_size=385 does not",
-    "--grid 1x1x1x3": "batch-size=8 rows do not divide",
-    "--model tinny": "neither a LitGPT configuration nor",
-    "--model no.yaml": "the file no.yaml does not exist",
-    "--data /no/such/text": "/no/such/text",
-    "--pipeline 5": "4 blocks over 5 stages",
-    "--pipeline 2 --schedule 2f2b": "schedule='2f2b' is not known",
-    "--lr -1": "lr=-1.0 is out of range",
-    "--tokenizer /no/such/tokenizer.json": "/no/such/tokenizer.json",
-}
-
-
-def test_wrong_options_of_training_are_told_before_imports(tmp_path: Path) -> None:
-    """Those of torch and LitGPT take seconds."""
-    code = (
-        "import sys; from axo.cli import main as cli\n"
-        f"for options in {list(EARLY)}:\n"
-        "    sys.argv = ['axo', 'train', '--batch-size', '8', *options.split()]\n"
-        "    try: cli.main()\n    except SystemExit as end: assert end.code == 2, end\n"
-        "    loaded = {'torch', 'litgpt', 'lightning'} & set(sys.modules)\n"
-        "    assert not loaded, (options, loaded)\n"
-    )
-    process = start_afresh("-c", code, cwd=tmp_path)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 0, output
-    for told, words in zip(output.splitlines(), EARLY.values(), strict=True):
-        assert words in told
-
-
 def test_a_current_folder_that_is_gone_is_told(tmp_path: Path) -> None:
     """MKL ended the process: "Cannot load libtorch_cpu.so"."""
     code = (
@@ -369,19 +336,6 @@ def test_a_current_folder_that_is_gone_is_told(tmp_path: Path) -> None:
     output = process.communicate(timeout=60)[0]
     assert output == "axo train: error: the current folder has been removed; change into one that exists\n"
     assert process.returncode == 2
-
-
-def test_what_is_told_early_is_what_the_plan_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the checks of the model itself."""
-    from axo.train import TrainConfig, check, early
-
-    config = TrainConfig(grid=Grid(3, 1, 1, 1))
-    with pytest.raises(ValueError) as first:
-        early.check(config)
-    monkeypatch.setattr(early.sizes, "check_model", lambda *_: None)
-    with pytest.raises(ValueError) as then:
-        check.check(config)
-    assert str(first.value) == str(then.value)
 
 
 def test_info_checks_every_axis() -> None:

@@ -97,15 +97,16 @@ def test_a_cable_that_is_pulled_while_bytes_are_on_their_way():
 
 
 def test_names_of_hosts_do_not_matter(tmp_path):
-    """One is known nowhere, one stands for 127.0.1.1 as Debian writes it; they meet by IPv6."""
+    """One is known nowhere, one stands for 127.0.1.1 as Debian writes it, one is empty; they meet by IPv6."""
     known = tmp_path / "hosts"
     known.write_text("127.0.0.1 localhost\n127.0.1.1 deb12.example.org deb12\n")
-    with Hosts(2, names=["node-7.nowhere.example", "deb12"]) as hosts:
+    with Hosts(3, names=["node-7.nowhere.example", "deb12", "nameless"]) as hosts:
         for host in hosts:
             host.run("mount", "--bind", str(known), "/etc/hosts")
+        hosts[2].run(*python("import socket; socket.sethostname('')"))
         ranks = hosts.start(python(COLLECTIVES, 0, 1000, 1), 1, MASTER_ADDR="fd77::1")
-        assert hosts.wait(ranks, START_S) == [0, 0], [hosts.output(rank) for rank in range(2)]
-        assert all("done" in hosts.output(rank) for rank in range(2))
+        assert hosts.wait(ranks, START_S) == [0] * 3, [hosts.output(rank) for rank in range(3)]
+        assert all("done" in hosts.output(rank) for rank in range(3))
 
 
 @pytest.mark.soak

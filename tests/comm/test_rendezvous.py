@@ -210,10 +210,10 @@ def limits_after_connect():
 def test_a_rank_that_came_last_and_ended_at_once_has_come(monkeypatch):
     """All grids are known then, and why it ended: each rank finds the same error in them."""
     store = dist.HashStore()
-    store.set("meeting/1/0", "1 2 dead\nmine")
+    store.set("meeting/1/0", f"1 2 dead\n{rendezvous._program()}\nmine")
 
     def gone(told):  # while this rank looked who is alive, the last one came
-        store.set("meeting/1/2", "1 3 dead\nits own")
+        store.set("meeting/1/2", f"1 3 dead\n{rendezvous._program()}\nits own")
         return "dead" in told
 
     monkeypatch.setattr(rendezvous._C, "thread_gone", gone)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 import axo
-from axo.comm import interfaces, secret, wire
+from axo.comm import interfaces, rendezvous, secret, wire
 from axo.comm.rendezvous import Meeting, TimeLeft
 from tests.launcher import rank_outcomes, run_ranks
 
@@ -93,7 +93,7 @@ def test_strangers_neither_connect_nor_stop_anybody():
     def strangers(store):
         while not store.check(["round/place/1/0"]):
             time.sleep(0.001)
-        address, port = store.get("round/place/1/0").decode().split("\n")[1].split(" ")
+        address, port = store.get("round/place/1/0").decode().split("\n")[2].split(" ")
         places[0] = (address, int(port))
         crowd = [
             threading.Thread(target=shout, args=(kind, places[0]))
@@ -204,3 +204,17 @@ def die_with_a_child(told):
 def test_a_forked_child_does_not_hide_the_death_of_its_parent(tmp_path):
     survivor = rank_outcomes(die_with_a_child, 2, tmp_path / "told", hosts=SINGLES)[0]
     assert survivor.error == "PeerLost" and survivor.seconds < 20, survivor.describe()
+
+
+def connect_as_another_program():
+    if os.environ["RANK"] == "2":
+        rendezvous._program = lambda: "axo 0.0.9 of sources 0123456789abcdef, torch 2.11.0"
+    axo.connect("4x1x1x1", timeout=60)
+
+
+@pytest.mark.parametrize("hosts", [None, SINGLES], ids=["one-host", "four-hosts"])
+def test_ranks_of_different_programs_are_refused_on_every_rank(hosts):
+    for outcome in rank_outcomes(connect_as_another_program, 4, hosts=hosts):
+        assert outcome.error == "ValueError", outcome.describe()
+        assert "the ranks run different programs (ranks 0, 1, 3: axo " in outcome.message
+        assert "; ranks 2: axo 0.0.9 of sources 0123456789abcdef, torch 2.11.0)" in outcome.message

@@ -70,8 +70,8 @@ def real(cases: list[TrainConfig], ranks: tuple[int, ...]) -> list[tuple[Issues,
 
     def steps(case: TrainConfig, comms: Any) -> tuple[Any, int, list[Any]]:
         trainer = loop.Trainer(case, comms, None)  # type: ignore[arg-type]
-        rows = rank_rows(case.batch_size, case.grid, comms.coords, comms.arrangement).count
-        ids = torch.zeros(rows, case.seq_len, dtype=torch.long)
+        rows = rank_rows(case.batch_size, case.grid, comms.coords, comms.arrangement)
+        ids = torch.zeros(len(rows), case.seq_len, dtype=torch.long)
         for _ in range(2):
             messages.clear()
             watch.open()

@@ -52,7 +52,8 @@ LEVELS = [
     {"launch", "arrangement"},
     {"comm"},
     {"placement"},
-    {"sharding", "perf", "offload"},
+    {"quantized", "sharding", "perf", "offload"},
+    {"optim"},
     {"overlap"},
     {"matmul"},
     {"nn"},
@@ -169,14 +170,6 @@ def test_imports_go_down_only():
     assert not wrong, "\n".join(wrong)
 
 
-# Circles of imports inside a package, those for types alone counted, which have still to go. Nothing is added here.
-CIRCLES = [
-    "matmul: product shared_input",
-    "nn: chain layer",
-    "overlap: buckets deferred engine events gathers gradients step_check update_trial zero",
-]
-
-
 def circles(edges):
     """Sets of nodes each of which leads to all others of its set; ``edges``: node -> those that it leads to."""
     reached = {}
@@ -191,27 +184,23 @@ def circles(edges):
     }
 
 
-def test_no_new_circle_of_imports():
+def test_no_circle_of_imports():
+    """Inside a package; imports for types alone count."""
     edges = {}
     for path in AXO.rglob("*.py"):
         files = {file_of(name) for _, name in imports_of(path)} - {None, path}
         edges[path] = {file for file in files if AXO in file.parents and top_of(file) == top_of(path)}
     assert sum(map(len, edges.values())) > 300
     assert circles({1: {2}, 2: {3}, 3: {2}, 4: {1}}) == {frozenset({2, 3})}
-    current = []
-    for circle in circles(edges):
-        names = sorted(".".join(path.relative_to(AXO).with_suffix("").parts[1:]) for path in circle)
-        current.append(f"{top_of(next(iter(circle)))}: {' '.join(names)}")
-    new, gone = sorted(set(current) - set(CIRCLES)), sorted(set(CIRCLES) - set(current))
-    assert not new, f"modules that import each other, for types too: {new}; one of them should know less"
-    assert not gone, f"these circles are no more, as they stand there: {gone}; take them out of CIRCLES"
+    wrong = [" ".join(sorted(str(path.relative_to(AXO)) for path in circle)) for circle in circles(edges)]
+    assert not wrong, f"modules that import each other, for types too: {wrong}; one of them should know less"
 
 
 # Habits that are being given up, in python/axo: a pattern, and how often it stands there still. No number may rise,
 # and what has become less is written down.
 AT_MOST = {
-    r"^\s*(found|here|made|held|known) = ": 149,  # a variable's name says what it is
-    r"__class__ = ": 13,  # an object keeps the class that it was made of
+    r"^\s*(found|here|made|held|known) = ": 5,  # a variable's name says what it is
+    r"__class__ = ": 5,  # an object keeps the class that it was made of
 }
 
 
@@ -333,7 +322,7 @@ def test_no_replaced_word_is_left():
 
 
 # Of the process itself: no name of a package is replaced.
-PROCESS_SETTINGS = {("command", "sys.argv"), ("command", "torch._dynamo.config.disable")}
+PROCESS_SETTINGS = {("command", "sys.argv"), ("rank", "torch._dynamo.config.disable")}
 
 
 def test_every_replaced_name_of_a_package_stands_in_the_table():
@@ -381,7 +370,7 @@ def test_a_class_name_stands_for_one_class():
         for name, line in class_names(path):
             defined.setdefault(name, []).append(place(path, line))
     twice = {name: places for name, places in defined.items() if len(places) > 1}
-    assert "Grid" in defined and "Sum" in defined
+    assert "Grid" in defined and "CoreWork" in defined
     assert set(twice) == set(SHARED_NAMES), {name: twice.get(name) for name in set(twice) ^ set(SHARED_NAMES)}
 
 

@@ -197,13 +197,14 @@ def _data_ranks(grid, options):
 def _run(start, name, grid, **asked):
     """Run a litgpt function as this rank's part of ``axo litgpt``, or without Axo."""
     from axo.integrations.litgpt import parsing
-    from axo.integrations.litgpt.command import PARALLEL, _rank
+    from axo.integrations.litgpt.commands import PARALLEL
     from axo.integrations.litgpt.options import Options
+    from axo.integrations.litgpt.rank import run as run_rank
 
     if grid is not None:
         given = sys.argv[2:] if name.startswith("finetune") else []  # what LitGPT writes beside the adapters
         written = parsing.parse(name, PARALLEL[name].load(), given).as_yaml() if given else ""
-        _rank(name, Options(grid=Grid.parse(grid), **asked), lambda again: start(), written, True, 0)
+        run_rank(name, Options(grid=Grid.parse(grid), **asked), lambda again: start(), written, True, 0)
         return
     torch._dynamo.config.disable = True
     torch.compile = lambda model, *_, **__: model  # with dynamo off it does no more, but imports for three seconds

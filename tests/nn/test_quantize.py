@@ -7,7 +7,7 @@ import torch
 
 import axo
 import axo.nn.quantize
-from axo.overlap.quantized import QuantizedWeight
+from axo.quantized import QuantizedWeight
 from tests.launcher import run_ranks
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import axo
 from axo.grid import Grid
-from axo.train.early import open_batches, open_corpus
+from axo.train.check import open_batches
 from axo.train.serial import train_serial
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close
@@ -140,7 +140,7 @@ def test_training_follows_serial(text: str, precision: str, zero: int) -> None:
     """Within 1%: the two round at other places. In fp16 ranks and serial begin with the scale that overflows."""
     config = small(text, grid=Grid(2, 1, 1, 2), precision=precision, zero=zero, model_overrides=SMALL | {"n_layer": 1})
     losses = run_ranks(losses_of, 4, config)[0]
-    serial = list(train_serial(config, open_batches(config, open_corpus(config))))
+    serial = list(train_serial(config, open_batches(config)))
     assert losses == pytest.approx(serial, rel=1e-2)
     assert losses[-1] < losses[0]
 

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import axo
 from axo.grid import Coords, Grid
-from axo.overlap.update_trial import LIMIT, try_update
+from axo.optim.update_trial import LIMIT, try_update
 from axo.placement import Placement
 from tests.launcher import run_ranks
 from tests.nn.support import my_rows

@@ -41,8 +41,9 @@ def made_of(gpus: int, **more: object) -> planner.GridPlan:
 @pytest.mark.parametrize("gpus", [3, 8, 12, 60, 64])
 def test_every_row_is_a_command_that_takes_it(gpus: int, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[TrainConfig] = []
-    monkeypatch.setattr("axo.train.runner.run", lambda config, found: configs.append(config))
-    monkeypatch.setattr("axo.train.early.check_device", lambda what, device: (device, None))  # as if it were here
+    monkeypatch.setattr("axo.train.runner.launch_local", lambda _, ranks, config, *args, **more: configs.append(config))
+    monkeypatch.setattr("axo.train.check.check_machine", lambda config, model: None)
+    monkeypatch.setattr("axo.train.check.check_device", lambda what, device: (device, None))  # as if it were here
     rows = 0
     for way in WAYS:
         if "pipeline" in way and gpus not in (8, 64):  # stages want a batch that divides

@@ -284,24 +284,6 @@ def test_a_token_costs_only_the_experts_that_it_goes_through() -> None:
     assert flops.step_flops(workload, 1) == pytest.approx(expected, rel=1e-12)
 
 
-def test_any_module() -> None:
-    from torch import nn
-
-    model = nn.Sequential(
-        nn.Embedding(100, 32), nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8, False)
-    )
-    found = readers.from_module(model, seq_length=16, name="mlp")
-    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert [(layer.kind, layer.transposed) for b in found.blocks for layer in b.layers if layer.kind == "linear"] == [
-        ("linear", False),
-        ("linear", True),
-    ]
-    with pytest.raises(ValueError, match="layer '0' is a LSTM, which the planner does not know"):
-        readers.from_module(nn.Sequential(nn.LSTM(4, 4)), seq_length=1)
-    with pytest.raises(ValueError, match="no layer with parameters"):
-        readers.from_module(nn.Sequential(nn.GELU()), seq_length=1)
-
-
 def test_a_workload_names_the_size_that_does_not_divide() -> None:
     from axo.grid import Grid
 

@@ -21,12 +21,11 @@ from torch.utils.checkpoint import checkpoint
 import axo
 from axo.comm.counting import observers as watch
 from axo.grid import Grid
-from axo.overlap.buckets import Buckets
+from axo.overlap.engine import Exchange
 from axo.overlap.events import TracedWork
-from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import Gathers
-from axo.overlap.gradients import Gradients
-from axo.perf import machine, readers, step_operations
+from axo.overlap.gradients import Buckets, Gradients
+from axo.perf import machine, readers, simulator
 from axo.perf.chrome_trace import COMPUTE
 from axo.perf.layer_time import RunOptions
 from tests.launcher import run_ranks
@@ -108,10 +107,10 @@ def broken(what: str) -> Iterator[None]:
         return changed
 
     def a_bucket_each(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(self: Buckets, slot: Any, arriving: Any = None) -> None:
-            plain(self, slot, arriving)
-            if slot.bucket.kind in self._open:
-                self._close(slot.bucket.kind)
+        def changed(self: Buckets, bucket: Any) -> None:
+            plain(self, bucket)
+            if bucket.kind in self._open:
+                self._close(bucket.kind)
 
         return changed
 
@@ -190,9 +189,7 @@ def run_of(case: Case) -> RunOptions:
 def simulated(case: Case) -> list[Seen]:
     """The same from the operations of the planner's step."""
     workload = readers.from_litgpt(CONFIG, seq_length=LENGTH).with_checkpointing(case.checkpointed)
-    operations = step_operations.build(
-        workload, Grid.parse(case.grid), machine.load("perlmutter"), run_of(case)
-    ).operations
+    operations = simulator.operations(workload, Grid.parse(case.grid), machine.load("perlmutter"), run_of(case))
     layers = {layer.name for block in workload.blocks for layer in block.layers if layer.kind == "linear"}
     begun, products = [0], ("forward", "recompute", "dI", "dW")
     for operation in operations:

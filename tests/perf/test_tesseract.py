@@ -9,16 +9,19 @@ import torch
 from typer.testing import CliRunner
 
 import axo
-from axo.arrangement import TESSERACT
 from axo.cli import main as cli
 from axo.grid import Grid
 from axo.matmul import cost
-from axo.perf import layer_time, machine, model, planner, readers, tesseract
+from axo.perf import layer_time, machine, model, planner, readers
 from axo.perf.workload import Block, Layer, Workload
 from tests.launcher import run_ranks
 from tests.perf.test_counted import draw
 
 GRIDS = ("2x2x2x1", "2x2x1x2")
+
+
+def consider(asked, grid):
+    return planner.consider(asked, grid, algorithm="tesseract")
 
 
 def cases():
@@ -52,27 +55,28 @@ def test_a_step_sends_what_the_engine_issues():
         for case, counted in zip(drawn, counts, strict=True):
             grid = Grid.parse(case["grid"])
             workload = readers.from_litgpt(case["config"], seq_length=case["seq"])
-            run = layer_time.RunOptions(case["sequences"] * case["seq"], itemsize=4)
+            run = layer_time.RunOptions(case["sequences"] * case["seq"], itemsize=4, algorithm="tesseract")
             rows = case["sequences"] // grid.data * case["seq"]
             calls = [
                 call
                 for block in workload.unrolled()
                 for layer in block.layers
-                for call in layer_time.calls_of(layer, grid, rows, run, arrangement=TESSERACT, coords=grid.coords(rank))
+                for call in layer_time.calls_of(layer, grid, rows, run, coords=grid.coords(rank))
             ]
             assert {key: tuple(value) for key, value in cost.total(calls).items()} == counted, (rank, case)
 
 
 def test_time_of_one_layer_by_hand():
-    """Products of q blocks; broadcasts and reduces that show by the formulas of the module; the sum over depth."""
+    """Products of q blocks; broadcasts and reduces that show by the formulas of the module; the sum over depth shows
+    whole, since no layer's backward comes after it."""
     m, k, n, q, d = 2**14, 4096, 8192, 4, 2
     layer = Layer("linear", "fc", k, n)
     workload = Workload("one", (Block((layer,)),), seq_length=m // (q * d))
     on = replace(machine.load("dgx-a100"), latency_intra_us=0, latency_inter_us=0, memory_gbs=1e9, contention=0.0)
     grid = Grid(q, q, d)
     for overlap in (frozenset(layer_time.OVERLAPS), frozenset[str]()):
-        run = layer_time.RunOptions(m, overlap=overlap, rows=m // (q * d))
-        found = tesseract.predict(workload, grid, on, run)
+        run = layer_time.RunOptions(m, overlap=overlap, rows=m // (q * d), algorithm="tesseract")
+        found = model.predict(workload, grid, on, run)
         product = 2 * m * k * n / grid.world_size / on.gemm_flops
         assert found.compute == pytest.approx(3 * product, rel=1e-3)
         activations = 2 * m * k / (q * q * d) / on.bandwidth(grid, "y")  # of one block, in bf16
@@ -83,7 +87,6 @@ def test_time_of_one_layer_by_hand():
         if overlap:
             shown = both + (q - 1) * max(0.0, both - product / q)
             shown += both + (2 * q - 1) * max(0.0, both - product / q)
-            depth = max(0.0, depth - 2 * product - (shown - both - (q - 1) * max(0.0, both - product / q)))
         assert found.exposed_total == pytest.approx(shown + depth, rel=1e-6)
 
 
@@ -98,7 +101,8 @@ def test_all_algorithms_in_one_ranking():
     everything = [*made.ranked, *made.left_out]
     assert [c for c in made.ranked if c.algorithm == "axonn"] == alone.ranked
     others = [c for c in everything if c.algorithm == "tesseract"]
-    assert [c.grid for c in sorted(others, key=lambda c: str(c.grid))] == sorted(tesseract.grids(32768), key=str)
+    by_square = [candidate.grid for candidate in sorted(others, key=lambda c: str(c.grid))]
+    assert by_square == sorted(planner.tesseract_grids(32768), key=str)
     assert made.ranked == sorted(made.ranked, key=lambda c: c.seconds) and all(c.grid.x == c.grid.y for c in others)
     some = next(c for c in made.ranked if c.algorithm == "tesseract")
     assert f"{some.grid} tesseract: products take" in made.why(some) and "blocks of" in made.why(some)
@@ -106,9 +110,9 @@ def test_all_algorithms_in_one_ranking():
         (replace(asked, zero=1), "no ZeRO"),
         (replace(asked, batch_tokens=2048 * 8), "z*data*x=16 is more"),
     ):
-        left = planner.consider_tesseract(replace(changes, gpus=256), Grid(16, 16, 1))
+        left = consider(replace(changes, gpus=256), Grid(16, 16, 1))
         assert why in left.reason
-    convolutions = planner.consider_tesseract(replace(asked, workload=readers.read("unet-250m")), Grid(2, 2, 1, 8192))
+    convolutions = consider(replace(asked, workload=readers.read("unet-250m")), Grid(2, 2, 1, 8192))
     assert "no convolutions" in convolutions.reason
     with pytest.raises(ValueError, match="algorithms="):
         replace(asked, algorithms=("cannon",))
@@ -120,22 +124,22 @@ def test_experts_take_as_long_as_their_products_written_out():
     """Eight experts of a block are eight layers with a quarter of the rows each; the planner ranks their grids."""
     read, on, grid = readers.read("Mixtral-8x7B-v0.1"), machine.load("dgx-h100"), Grid(4, 4, 2, 16)
     asked = planner.Request(read, on, grid.world_size, 2**22, algorithms=("tesseract",))
-    found = planner.consider_tesseract(asked, grid)
+    found = consider(asked, grid)
     assert not found.reason and sum(layer.experts == 8 for block in read.blocks for layer in block.layers) > 0
     each = (
         replace(block, layers=tuple(replace(one, experts=1) for one in block.layers for _ in range(one.experts)))
         for block in read.blocks
     )
-    alone = tesseract.predict(replace(read, blocks=tuple(each)), grid, on, found.run)
+    alone = model.predict(replace(read, blocks=tuple(each)), grid, on, found.run)
     for name in ("total", "compute", "exposed_total", "optimizer"):
         assert getattr(found.time, name) == pytest.approx(getattr(alone, name), rel=1e-9)
 
 
 def test_memory_is_that_of_blocks_over_x_and_y():
     asked = planner.Request(readers.read("gpt-5b"), machine.load("dgx-a100"), 16, 2**18, algorithms=("tesseract",))
-    flat, deep = (planner.consider_tesseract(asked, Grid(2, 2, z, 4 // z)) for z in (1, 2))
+    flat, deep = (consider(asked, Grid(2, 2, z, 4 // z)) for z in (1, 2))
     assert flat.memory == deep.memory  # the depth holds copies, as data ranks do
-    held = planner.consider_tesseract(asked, Grid(4, 4, 1)).memory
+    held = consider(asked, Grid(4, 4, 1)).memory
     assert held.weights == pytest.approx(flat.memory.weights / 4)
     assert isinstance(flat.time, model.StepTime)
 

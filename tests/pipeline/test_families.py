@@ -13,7 +13,7 @@ from litgpt.config import Config
 from litgpt.model import GPT
 
 import axo
-from axo.nn.elsewhere import Elsewhere, renamed
+from axo.nn.placeholder import Placeholder, renamed
 from axo.perf.cut import bounds_of, planned
 from axo.perf.pipeline_schedule import stages_of
 from axo.pipeline.cut import part_of, workload_of
@@ -48,7 +48,7 @@ def what_each_holds():
     (module,) = axo.pipeline.split(model, comms, cuts=[2])
     assert module is model and (part_of(model).index, part_of(model).stages) == (comms.stage, 2)
     for name, each in model.named_modules():
-        if isinstance(each, Elsewhere):
+        if isinstance(each, Placeholder):
             assert all(parameter.is_meta for parameter in each.stands_for.parameters()), f"{name} is still held"
     block = sum(parameter.numel() for parameter in GPT(Config(**LLAMA)).transformer.h[0].parameters())
     vocabulary = 2 * block // LLAMA["n_embd"] // 2 * 2

@@ -21,7 +21,7 @@ from litgpt.model import GPT
 from torch.utils.checkpoint import checkpoint
 
 import axo
-from axo.nn.elsewhere import Elsewhere, renamed
+from axo.nn.placeholder import Placeholder, renamed
 from axo.overlap import record
 from axo.overlap.events import TracedWork
 from axo.overlap.weight_phase import WeightPhase
@@ -73,7 +73,7 @@ def build(comms, name, config, *, microbatches=8, cuts="even", tie=False, recomp
     serial_seed()
     axo.init_weights(model, model._init_weights)
     for block in model.transformer.h if recompute else ():
-        if not isinstance(block, Elsewhere):
+        if not isinstance(block, Placeholder):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     rows = ROWS // comms.data_ranks
     stages = axo.pipeline.stages(modules, comms, rows=-(-rows // microbatches), tokens=TOKENS)
@@ -266,7 +266,8 @@ def messages_and_waits(names):
             return send(stage, number)
 
         def waiting(pending, wait=wait, done=done):
-            done.append("wait")
+            if pending._work is not None:  # a sum over an axis of one rank is complete
+                done.append("wait")
             return wait(pending)
 
         with patch.object(axo.pipeline.Stage, "get_bwd_send_ops", sending), patch.object(TracedWork, "wait", waiting):

@@ -13,10 +13,9 @@ import torch
 from axo import checkpoint
 from axo.grid import Grid
 from axo.pipeline import SCHEDULES
-from axo.train import TrainConfig, models, parity, runner
-from axo.train.check import check
-from axo.train.early import open_batches, open_corpus
-from axo.train.serial import train_serial
+from axo.train import TrainConfig, models, runner
+from axo.train.check import check, open_batches
+from axo.train.serial import compare, train_serial
 from tests.launcher import run_ranks
 from tests.train.test_train import SMALL, small, text
 
@@ -50,7 +49,7 @@ def test_losses_equal_serial(text: str, grid: str, schedule: str, options: dict[
     """Oracle: the serial run. The last is Tesseract's figure 6: data 2 x pipeline 2 x [2, 2, 2] = 32 ranks."""
     config = staged(text, grid=Grid.parse(grid), pipeline=2, schedule=schedule, **options)
     found = run_ranks(losses_of, config.ranks, config, timeout=180)[0]
-    expected = list(train_serial(config, open_batches(config, open_corpus(config))))
+    expected = list(train_serial(config, open_batches(config)))
     print(f"{grid} in 2 stages: losses differ by {max(map(abs, map(float.__sub__, found, expected))):.1e}")
     assert found == pytest.approx(expected, abs=1e-4) and len(found) == config.steps
     header = json.loads((Path(config.out) / "log.jsonl").read_text().splitlines()[0])
@@ -75,10 +74,10 @@ def test_twenty_steps_of_every_schedule(text: str, grid: str, precision: str) ->
     found = run_ranks(all_losses, configs[0].ranks, configs, timeout=300)[0]
     pieces = (1, 2, 4, 8) if precision == "bf16-mixed" else (1,)
     alone = [dataclasses.replace(configs[0], recompute=False, accumulate=count) for count in pieces]
-    serial = [list(train_serial(one, open_batches(one, open_corpus(one)))) for one in alone]
-    noise = max(parity.compare(one, other, precision).difference for one in serial for other in serial)
+    serial = [list(train_serial(one, open_batches(one))) for one in alone]
+    noise = max(compare(one, other, precision).difference for one in serial for other in serial)
     for config, losses in zip(configs, found, strict=True):
-        verdict = parity.compare(losses, serial[0], precision)
+        verdict = compare(losses, serial[0], precision)
         print(f"{grid}, {config.schedule}, recompute={config.recompute}: {verdict}; serial runs differ by {noise:.1e}")
         assert verdict.ok and (precision == "32-true" or verdict.difference <= 4 * noise), config.schedule
 

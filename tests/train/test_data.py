@@ -51,7 +51,7 @@ def byte_tokenizer(path: Path, extra: list[str] | None = None) -> Path:
 
 def test_corpus_reads_across_files_and_empty_files(tmp_path: Path) -> None:
     files, everything = write(tmp_path, [5, 0, 7, 1, 0, 0, 300, 2])
-    corpus = data.ByteCorpus(files)
+    corpus = data.Corpus(files)
     assert len(corpus) == len(everything) == 315
     expected = np.frombuffer(everything, dtype=np.uint8)
     for start, count in [(0, 315), (0, 1), (4, 2), (5, 8), (12, 2), (313, 2), (314, 1), (20, 0)]:
@@ -73,7 +73,7 @@ def test_texts_are_told_apart_by_their_contents_not_by_their_place(tmp_path: Pat
     digests = []
     for name, content in (("a", large), ("moved/a", large), ("a", first), ("a", last), ("a", b"ab"), ("a", b"ac")):
         (tmp_path / name).write_bytes(content)
-        digests.append(data.digest([tmp_path / name]))
+        digests.append(data.digest_of([tmp_path / name]))
     assert digests[0] == digests[1] and len(set(digests)) == 5
 
 
@@ -118,7 +118,7 @@ def test_permutations_of_different_keys_differ_and_mix() -> None:
 
 def test_an_epoch_shows_every_window_once(tmp_path: Path) -> None:
     files, _ = write(tmp_path, [10 * 23 + 5])
-    batches = data.Batches(data.ByteCorpus(files), seq_len=10, batch_size=4, seed=7)
+    batches = data.Batches(data.Corpus(files), seq_len=10, batch_size=4, seed=7)
     assert batches.windows == 23
     order = [batches.window(step, row) for step in range(23) for row in range(4)]  # 92 = 4 epochs of 23
     epochs = [order[i : i + 23] for i in range(0, 92, 23)]
@@ -128,8 +128,8 @@ def test_an_epoch_shows_every_window_once(tmp_path: Path) -> None:
 
 def test_rows_hold_the_text_and_targets_are_shifted_by_one(tmp_path: Path) -> None:
     files, everything = write(tmp_path, [40, 61])
-    batches = data.Batches(data.ByteCorpus(files), seq_len=8, batch_size=6, seed=1)
-    inputs, targets = batches.read(2, data.Rows(0, 6))
+    batches = data.Batches(data.Corpus(files), seq_len=8, batch_size=6, seed=1)
+    inputs, targets = batches.read(2, range(6))
     assert inputs.shape == targets.shape == (6, 8)
     for row in range(6):
         start = batches.window(2, row) * 8
@@ -139,10 +139,10 @@ def test_rows_hold_the_text_and_targets_are_shifted_by_one(tmp_path: Path) -> No
 
 def test_batches_depend_on_seed_and_step_only(tmp_path: Path) -> None:
     files, _ = write(tmp_path, [5000])
-    corpus = data.ByteCorpus(files)
+    corpus = data.Corpus(files)
 
     def read(seed: int, step: int) -> np.ndarray:
-        return data.Batches(corpus, seq_len=16, batch_size=8, seed=seed).read(step, data.Rows(0, 8))[0]
+        return data.Batches(corpus, seq_len=16, batch_size=8, seed=seed).read(step, range(8))[0]
 
     assert np.array_equal(read(3, 5), read(3, 5))
     assert not np.array_equal(read(3, 5), read(4, 5))
@@ -178,9 +178,9 @@ def test_too_short_a_corpus_names_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"100 tokens hold 6 windows of seq-len=16, fewer than batch-size=8.*129 tokens"
     ):
-        data.Batches(data.ByteCorpus(files), seq_len=16, batch_size=8, seed=0)
+        data.Batches(data.Corpus(files), seq_len=16, batch_size=8, seed=0)
     enough, _ = write(tmp_path, [129])
-    assert data.Batches(data.ByteCorpus(enough), seq_len=16, batch_size=8, seed=0).windows == 8
+    assert data.Batches(data.Corpus(enough), seq_len=16, batch_size=8, seed=0).windows == 8
 
 
 def test_tokenizer_ids_are_written_once_and_mapped(tmp_path: Path) -> None:
@@ -222,13 +222,13 @@ def test_ranks_that_encode_at_the_same_time_share_one_file(tmp_path: Path) -> No
 def opened(tokenizer: str | None, text: str, out: str) -> list[str]:
     """What a run of two ranks reads of its text, and by what."""
     seen = Path(out).with_name("seen")
-    read, load = data.digest, data._load_tokenizer
+    read, load = data.digest_of, data._load_tokenizer
 
     def note(what: str) -> None:
         with open(seen, "a") as file:
             file.write(f"{what}\n")
 
-    data.digest = lambda files: (note("text"), read(files))[1]
+    data.digest_of = lambda files: (note("text"), read(files))[1]
     data._load_tokenizer = lambda path: (note("tokenizer"), load(path))[1]
     sizes = {"n_layer": 1, "n_embd": 32, "intermediate_size": 64, "n_head": 8, "n_query_groups": 4}
     config = TrainConfig(

@@ -106,11 +106,11 @@ def test_where_a_run_goes_on_is_said(text: str, tmp_path: Path) -> None:
 
 def go_on_with_a_full_disk(config: TrainConfig) -> list[str]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.RLIM_INFINITY))
-    shape = models.shape_of(models.resolve(config.model, config.model_overrides))
+    model = models.resolve(config.model, config.model_overrides)
     said = []
     for start, out in ((2, config.out), (0, f"{config.out}/new")):
         try:
-            TrainLog(dataclasses.replace(config, out=out), shape, 1, "none", start=start)
+            TrainLog(dataclasses.replace(config, out=out), model, 1, "none", start=start)
         except OSError as error:
             said.append(f"{error.filename}: {error.strerror}")
     return said

@@ -16,11 +16,10 @@ import axo
 from axo.grid import Grid
 from axo.matmul.products import products_of
 from axo.nn.goldfish import goldfish_mask
-from axo.train import TrainConfig, data, log, models, parity, plot, recipe, runner
-from axo.train.check import check
-from axo.train.early import open_batches, open_corpus
+from axo.train import TrainConfig, log, models, plot, recipe, runner
+from axo.train.check import check, open_batches
 from axo.train.loop import Trainer
-from axo.train.serial import build_serial, train_serial
+from axo.train.serial import build_serial, compare, train_serial
 from axo_kernels import SignalTimeout
 from axo_kernels.fused.chunks import chunk_order
 from tests.launcher import rank_outcomes, run_ranks
@@ -146,11 +145,10 @@ def test_overriding_does_not_change_the_preset() -> None:
     assert models.resolve("tiny").n_layer == 4
 
 
-def test_shape_counts_parameters() -> None:
+def test_parameters_are_counted() -> None:
     config = models.resolve("tiny", SMALL)
-    shape = models.shape_of(config)
     attention, mlp, norms = (64 + 2 * 32) * 64 + 64 * 64, 3 * 64 * 128, 2 * 64
-    assert shape == models.ModelSize(2, 64, 256, 2 * 256 * 64 + 2 * (attention + mlp + norms) + 64)
+    assert models.count_parameters(config) == 2 * 256 * 64 + 2 * (attention + mlp + norms) + 64
 
 
 # --- recipe, peaks, verdict, pictures ----------------------------------------------------------------------------
@@ -182,18 +180,18 @@ def test_peaks_are_known_by_name_and_precision() -> None:
 
 
 def test_the_verdict_is_one_exact_line() -> None:
-    good = parity.compare([2.0, 1.00005], [2.0, 1.0], "32-true")
+    good = compare([2.0, 1.00005], [2.0, 1.0], "32-true")
     assert good.ok and str(good) == "parity: max |loss - serial| = 5.0e-05 over 2 steps (limit 1e-4): ok"
-    bad = parity.compare([2.0, 1.1], [2.0, 1.0], "32-true")
+    bad = compare([2.0, 1.1], [2.0, 1.0], "32-true")
     assert not bad.ok and str(bad) == "parity: max |loss - serial| = 1.0e-01 over 2 steps (limit 1e-4): FAILED"
-    nan = parity.compare([math.nan, 1.0], [2.0, 1.0], "32-true")
+    nan = compare([math.nan, 1.0], [2.0, 1.0], "32-true")
     assert not nan.ok and str(nan).endswith("FAILED")
-    low = parity.compare([2.002], [2.0], "bf16-mixed")
+    low = compare([2.002], [2.0], "bf16-mixed")
     assert low.ok and str(low).startswith(
         "parity (bf16-mixed, relative): max |loss - serial| / serial = 1.0e-03 over 1"
     )
     with pytest.raises(ValueError, match="0 and 1 losses"):
-        parity.compare([], [1.0], "32-true")
+        compare([], [1.0], "32-true")
 
 
 def test_the_plot_is_a_png(tmp_path: Path) -> None:
@@ -213,7 +211,7 @@ def test_serial_is_the_textbook_loop(text: str) -> None:
     from litgpt.model import GPT
 
     config = small(text, weight_decay=0.0, clip=0.3)
-    batches = open_batches(config, open_corpus(config))
+    batches = open_batches(config)
     model = GPT(models.resolve(config.model, config.model_overrides))
     torch.manual_seed(config.seed)
     model.apply(model._init_weights)
@@ -221,7 +219,7 @@ def test_serial_is_the_textbook_loop(text: str) -> None:
     losses = []
     for step in range(config.steps):
         optimizer.param_groups[0]["lr"] = recipe.learning_rate(step, config)
-        inputs, targets = map(torch.from_numpy, batches.read(step, data.Rows(0, 8)))
+        inputs, targets = map(torch.from_numpy, batches.read(step, range(8)))
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
@@ -234,8 +232,8 @@ def test_serial_is_the_textbook_loop(text: str) -> None:
 def test_goldfish_leaves_tokens_out_of_the_loss(text: str) -> None:
     """Rows: the loss with goldfish is the mean over the kept tokens, taken here with a mask of this test's own."""
     config = small(text, goldfish_k=2, goldfish_h=3, steps=1)
-    batches = open_batches(config, open_corpus(config))
-    inputs, targets = map(torch.from_numpy, batches.read(0, data.Rows(0, config.batch_size)))
+    batches = open_batches(config)
+    inputs, targets = map(torch.from_numpy, batches.read(0, range(config.batch_size)))
     keep = goldfish_mask(torch.cat([inputs[:, :1], targets], 1), 2, 3)[:, 1:]
     with torch.no_grad():
         losses = torch.nn.functional.cross_entropy(
@@ -247,7 +245,7 @@ def test_goldfish_leaves_tokens_out_of_the_loss(text: str) -> None:
 
 def test_accumulation_and_recomputation_do_not_change_the_loss(text: str) -> None:
     config = small(text)
-    batches = open_batches(config, open_corpus(config))
+    batches = open_batches(config)
     usual = list(train_serial(config, batches))
     changed = list(train_serial(dataclasses.replace(config, accumulate=4, recompute=True), batches))
     # Another order of sums in fp32: 4 steps drift by far less than 1e-5.
@@ -272,7 +270,7 @@ def test_recomputation_that_keeps_products_repeats_none(text: str) -> None:
     for options in ({}, {"recompute": True}, {"recompute": True, "recompute_keeps": "products"}):
         config = small(text, steps=1, **options)
         with Products() as seen:
-            losses += list(train_serial(config, open_batches(config, open_corpus(config))))
+            losses += list(train_serial(config, open_batches(config)))
         counts.append(seen.count)
     weights = SMALL["n_layer"] * 5  # qkv, proj, fc_1, fc_2, proj
     assert counts == [3 * weights + 3, 4 * weights + 3 - SMALL["n_layer"], 3 * weights + 3]
@@ -284,8 +282,9 @@ def test_recomputation_that_keeps_products_repeats_none(text: str) -> None:
 
 def train_on_rank(config: TrainConfig) -> tuple[list[float], list[float]]:
     comms = axo.connect(config.grid)
-    batches = open_batches(config, open_corpus(config))
-    steps = list(Trainer(config, comms, batches).run())
+    batches = open_batches(config)
+    trainer = Trainer(config, comms, batches)
+    steps = [trainer.step(index) for index in range(config.steps)]
     comms.close()
     return [step.loss for step in steps], [step.grad_norm for step in steps]
 
@@ -310,7 +309,7 @@ def test_losses_equal_serial(text: str, tmp_path: Path, grid: str, options: dict
         (tmp_path / "neox.json").write_text(json.dumps(NEOX))
         options = {"model": str(tmp_path / "neox.json"), "model_overrides": {}}
     config = small(text, grid=Grid.parse(grid), **options)
-    serial = list(train_serial(config, open_batches(config, open_corpus(config))))
+    serial = list(train_serial(config, open_batches(config)))
     results = run_ranks(train_on_rank, config.grid.world_size, config)
     assert all(result == results[0] for result in results)
     assert results[0][0] == pytest.approx(serial, abs=2e-5)
@@ -320,7 +319,7 @@ def test_losses_equal_serial(text: str, tmp_path: Path, grid: str, options: dict
 def initial_weights(config: TrainConfig) -> dict[str, torch.Tensor]:
     comms = axo.connect(config.grid)
     torch.manual_seed(1000 + comms.rank)  # ranks differ before the run seeds them
-    model = Trainer(config, comms, open_batches(config, open_corpus(config))).model
+    model = Trainer(config, comms, open_batches(config)).model
     whole = {name: axo.unshard(parameter.detach(), parameter.placement) for name, parameter in model.named_parameters()}
     comms.close()
     return whole if comms.rank == 0 else {}
@@ -337,9 +336,9 @@ def test_initial_weights_equal_serial_to_the_bit(text: str) -> None:
 def unequal_gradient(config: TrainConfig) -> tuple[float, torch.Tensor]:
     """One backward with 1 row on data rank 0 and 5 on data rank 1."""
     comms = axo.connect(config.grid)
-    batches = open_batches(config, open_corpus(config))
+    batches = open_batches(config)
     trainer = Trainer(config, comms, batches)
-    rows = data.Rows(0, 1) if comms.coords.data == 0 else data.Rows(1, 6)
+    rows = range(1) if comms.coords.data == 0 else range(1, 6)
     loss, tokens = trainer.accumulate(*map(torch.from_numpy, batches.read(0, rows)))
     assert tokens == 6 * config.seq_len
     weight = trainer.model.lm_head.weight
@@ -355,7 +354,7 @@ def test_unequal_local_batches_are_weighted_by_tokens(text: str) -> None:
     config = small(text, grid=Grid(2, 1, 1, 2))
     results = run_ranks(unequal_gradient, 4, config)
     model = build_serial(config)
-    inputs, targets = map(torch.from_numpy, open_batches(config, open_corpus(config)).read(0, data.Rows(0, 6)))
+    inputs, targets = map(torch.from_numpy, open_batches(config).read(0, range(6)))
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
     total = results[0][0] + results[2][0]  # ranks 0 and 2 are the two data ranks at x = 0
@@ -379,7 +378,7 @@ def test_text_that_a_rank_cannot_read_is_one_error_on_all(text: str, on: tuple[i
 
 def nan_on_rank(config: TrainConfig) -> str:
     comms = axo.connect(config.grid)
-    trainer = Trainer(config, comms, open_batches(config, open_corpus(config)))
+    trainer = Trainer(config, comms, open_batches(config))
     if comms.rank == 1:
         with torch.no_grad():
             trainer.model.lm_head.weight.fill_(math.nan)
@@ -397,7 +396,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank(text: str) -> None:
 
 def waited_in_vain(config: TrainConfig) -> str:
     comms = axo.connect(config.grid)
-    trainer = Trainer(config, comms, open_batches(config, open_corpus(config)))
+    trainer = Trainer(config, comms, open_batches(config))
     workspaces = products_of(comms).fused.on("z").workspaces
     workspace = workspaces.get("all_gather_matmul", chunk_order("all_gather", 4, 2, 0, 2), None, torch.device("cpu"))
     with torch.no_grad():

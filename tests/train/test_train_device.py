@@ -17,8 +17,7 @@ from torch import nn
 
 import axo
 from axo.train import TrainConfig, runner
-from axo.train.check import check
-from axo.train.early import open_batches, open_corpus
+from axo.train.check import check, open_batches
 from axo.train.serial import train_serial
 from tests import standin
 from tests.launcher import Command, run_ranks
@@ -99,7 +98,7 @@ def train_on_standin(folder: Path, text: str, grid: str, offloads: list[str]) ->
 def test_training_on_a_device_equals_serial_training(grid: str, offloads: list[str], text: str, tmp_path: Path) -> None:
     standin.build()
     config = options(text, "cpu")
-    serial = list(train_serial(config, open_batches(config, open_corpus(config))))
+    serial = list(train_serial(config, open_batches(config)))
     for losses in run_ranks(train_on_standin, 4, tmp_path, text, grid, offloads, timeout=150)[0]:
         # fp32: sums in another order, and three steps of AdamW
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(serial), rtol=2e-5, atol=0)

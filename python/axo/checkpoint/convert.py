@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from axo.checkpoint import folder as folders
 from axo.checkpoint import safetensors, state
 from axo.checkpoint.parts import Parts
-from axo.checkpoint.reader import read_head, read_state_dict, tensors_of
-from axo.checkpoint.storage import read_bytes, read_into, read_metadata, save_plain
+from axo.checkpoint.reader import StoredFolder, read_state_dict
+from axo.checkpoint.storage import save_plain
 from axo.checkpoint.writer import head, write
 
 
@@ -53,9 +52,10 @@ def consolidate(
     path, out = folders.check_consolidate(source, out, optimizer, step), Path(out)
     if path.is_file():
         return _to_checkpoint(path, out, step, trust)
-    metadata = read_metadata(path, trust=trust)
     try:
-        _to_file(path, metadata, out, optimizer)
+        stored = StoredFolder(path, True, trust)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        (_to_safetensors if out.suffix == ".safetensors" else _to_pth)(stored, out, optimizer)
     except OSError as error:
         raise ValueError(f"consolidate: {out} cannot be written: {error.strerror}") from None
     except RuntimeError as error:  # torch's, of files that do not fit
@@ -65,57 +65,46 @@ def consolidate(
     return out
 
 
-def _to_file(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".safetensors":
-        _to_safetensors(path, metadata, out)
-    else:
-        _to_pth(path, metadata, out, optimizer)
-
-
-def _to_pth(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
-    about = read_head(path, metadata)
-    model = dict(_tensors(path, metadata, state.MODEL, out))
-    model |= {alias: model[name] for alias, name in about["aliases"].items()}
+def _to_pth(stored: StoredFolder, out: Path, optimizer: bool) -> None:
+    model = dict(_tensors(stored, state.MODEL, out))
+    model |= {alias: model[name] for alias, name in stored.aliases.items()}
     whole: Any = model
     if optimizer:
-        if state.OPTIMIZER not in metadata.state_dict_metadata:
-            raise ValueError(f"consolidate: {path} holds no optimizer")
-        saved = read_bytes(path, metadata, state.OPTIMIZER)
-        moments = _tensors(path, metadata, state.OPTIMIZER, out)
+        if not stored.has_optimizer:
+            raise ValueError(f"consolidate: {stored.path} holds no optimizer")
+        saved = stored.read_value(state.OPTIMIZER)
+        moments = _tensors(stored, state.OPTIMIZER, out)
         values = state.optimizer_values(saved, {f"{state.OPTIMIZER}/{name}": each for name, each in moments})
         plain = state.plain_optimizer(values, saved["groups"])
-        whole = {"model": model, "optimizer": plain, "step": about["step"], "extra": about["extra"]}
+        whole = {"model": model, "optimizer": plain, "step": stored.head["step"], "extra": stored.head["extra"]}
     with folders.whole_file(out) as unfinished:
         save_plain(whole, unfinished)
 
 
-def _tensors(path: Path, metadata: Metadata, kind: str, out: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(stored: StoredFolder, kind: str, out: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor of a kind, whole, in a file beside ``out`` that the system may drop from memory.
 
     The file has no name any more, so nothing of it is left, however the process ends.
     """
-    for name, (shape, dtype) in tensors_of(metadata, kind).items():
+    for name, (shape, dtype) in stored.tensors_of(kind).items():
         count = math.prod(shape)
         with tempfile.NamedTemporaryFile(dir=out.parent, prefix=".axo-") as file:
             os.posix_fallocate(file.fileno(), 0, max(1, count * dtype.itemsize))  # a full disk is an error here
             mapped = torch.from_file(file.name, True, count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
         whole = mapped.view(shape)
-        read_into(path, metadata, {f"{kind}/{name}": Parts(whole)})
+        stored.read({f"{kind}/{name}": Parts(whole)})
         yield name, whole
 
 
-def _to_safetensors(path: Path, metadata: Metadata, out: Path) -> None:
-    tensors = tensors_of(metadata, state.MODEL)
-
+def _to_safetensors(stored: StoredFolder, out: Path, optimizer: bool) -> None:
     def wholes() -> Iterator[torch.Tensor]:
-        for name, (shape, dtype) in tensors.items():
+        for name, (shape, dtype) in stored.tensors.items():
             whole = torch.empty(shape, dtype=dtype)
-            read_into(path, metadata, {f"{state.MODEL}/{name}": Parts(whole)})
+            stored.read({f"{state.MODEL}/{name}": Parts(whole)})
             yield whole
 
-    aliases = read_head(path, metadata)["aliases"]
-    safetensors.write(out, tensors, wholes(), {f"{alias} is": name for alias, name in aliases.items()})
+    aliases = {f"{alias} is": name for alias, name in stored.aliases.items()}
+    safetensors.write(out, stored.tensors, wholes(), aliases)
 
 
 def _to_checkpoint(source: Path, folder: Path, step: int, trust: bool) -> Path:
@@ -138,5 +127,5 @@ def _to_checkpoint(source: Path, folder: Path, step: int, trust: bool) -> Path:
         part = folders.UnfinishedCheckpoint(final, None)
     except OSError as error:
         raise ValueError(f"consolidate: {final} cannot be written: {error.strerror}") from None
-    write(entries, part.path, part, final, step)
+    write(entries, part.folder, part, final, step)
     return final

@@ -25,12 +25,12 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from axo import files
 from axo.checkpoint import checksum
@@ -95,18 +95,17 @@ def is_checkpoint(path: Path) -> bool:
 def complete(folder: str | os.PathLike[str]) -> list[Path]:
     """The complete checkpoints in ``folder`` that Axo wrote, of any run, oldest step first."""
     folder = Path(folder)
-    found: dict[int, Path] = {}
     for _ in range(_ROUNDS):
-        found = {}
+        by_step: dict[int, Path] = {}
         gone = False
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():  # ".step-1.replaced" comes before "step-1"
             match = _STEP.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
             if match and is_checkpoint(path) and read_marker(path) is not None:
-                found[int(match[1])] = path
+                by_step[int(match[1])] = path
             gone |= match is not None and not os.path.lexists(path)
         if not gone:  # else a save has removed it since, and what it saved before that was not listed yet
             break
-    return [path for _, path in sorted(found.items())]
+    return [path for _, path in sorted(by_step.items())]
 
 
 def latest(folder: str | os.PathLike[str], *, run: str | None = None) -> Path | None:
@@ -118,8 +117,7 @@ def latest(folder: str | os.PathLike[str], *, run: str | None = None) -> Path | 
         folder: Where ``save`` wrote. What Axo did not write is passed over.
         run: Look at those of this run only (see ``axo.checkpoint.Run``); None: at all.
     """
-    found = [path for path in complete(folder) if run is None or run_of(path) == run]
-    newest = found[-1] if found else None
+    newest = next((path for path in reversed(complete(folder)) if run is None or run_of(path) == run), None)
     after = -1 if newest is None else number_of(newest)
     for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
         step = step_of(path.name)
@@ -173,16 +171,17 @@ def kind_of(path: Path) -> str:
         return f"is a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
     except OSError as error:
         return f"cannot be looked at ({error.strerror})"
-    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
-    return f"is a {kinds.get(stat.S_IFMT(mode), 'device')}"
+    return f"is {files.kind(mode)}"
 
 
-def check_local(path: str | os.PathLike[str]) -> None:
-    """Refuse what only looks like a path.
+def check_local(path: Any, otherwise: str = "checkpoint: a path is empty; name one") -> None:
+    """Refuse what is no path, or only looks like one.
 
     Raises:
-        ValueError: It is an address.
+        ValueError: It is an address; or it names nothing, which ``otherwise`` says.
     """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fspath(path):
+        raise ValueError(otherwise)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):  # pathlib makes "s3:/" of "s3://"
         raise ValueError(f"checkpoint: {path} is an address, not a folder; mount it, and give the folder")
 
@@ -210,6 +209,16 @@ def check_place(final: Path, run: str | None) -> None:
             f"checkpoint: {final} is a checkpoint of {_run(marker.run)}, and this is {_run(run)}; give another folder,"
             " or remove it"
         )
+
+
+def check_step(owner: str, step: Any) -> None:
+    """Refuse what is no number of a step.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"{owner}: step={step!r} is not a step; use a whole number of at least 0")
 
 
 def check_writable(what: str, path: Path) -> None:
@@ -258,13 +267,9 @@ def check_consolidate(
         ValueError: The source is neither, or the result cannot be written there.
     """
     for what, given in (("source", source), ("out", out)):
-        if not isinstance(given, str | os.PathLike):
-            raise ValueError(f"consolidate: {what}={given!r} is no path; name a file or a folder")
-        if not os.fspath(given):
-            raise ValueError(f"consolidate: {what} is empty; name a file or a folder")
-        check_local(given)
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"consolidate: step={step!r} is not a step; use a whole number of at least 0")
+        wrong = f"{what} is empty" if given == "" else f"{what}={given!r} is no path"
+        check_local(given, f"consolidate: {wrong}; name a file or a folder")
+    check_step("consolidate", step)
     source, out = Path(source), Path(out)
     if source.is_file():
         check_place(out.absolute() / name_of(step), None)
@@ -317,9 +322,9 @@ class _Unfinished:
         return False
 
     def close(self) -> None:
-        """Remove what is there and release the lock. May be called again."""
+        """Remove what is there, not committed or replaced by the commit, and release the lock. May be called again."""
         if self._lock >= 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            _remove_tree(self.folder)
             self.file.unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = -1
@@ -339,13 +344,13 @@ def _remove_unlocked(path: Path) -> None:
     descriptor = files.open_own(path, create=False)
     try:
         if files.lock(descriptor):
-            shutil.rmtree(path.with_suffix(".new"), ignore_errors=True)
+            _remove_tree(path.with_suffix(".new"))
             path.unlink()
     finally:
         os.close(descriptor)
 
 
-class UnfinishedCheckpoint:
+class UnfinishedCheckpoint(_Unfinished):
     """A checkpoint that is being written, in a hidden folder; one process makes it, all write into it.
 
     Args:
@@ -356,7 +361,7 @@ class UnfinishedCheckpoint:
         OSError: The folder cannot be made.
 
     Attributes:
-        path: Where to write.
+        folder: Where to write.
     """
 
     def __init__(self, final: Path, run: str | None) -> None:
@@ -364,11 +369,10 @@ class UnfinishedCheckpoint:
         make_folder(final.parent)
         for path in final.parent.iterdir():
             if _REMOVED.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
-        self._unfinished = _Unfinished(final, _STEP.pattern)
-        self.path = self._unfinished.folder
+                _remove_tree(path)
+        super().__init__(final, _STEP.pattern)
         try:
-            self.path.mkdir()
+            self.folder.mkdir()
         except BaseException:
             self.close()
             raise
@@ -385,24 +389,20 @@ class UnfinishedCheckpoint:
             OSError: The file system refused; what was there before is there.
         """
         check_place(self.final, self.run)
-        with open(self.path / MARKER, "x") as marker:
+        with open(self.folder / MARKER, "x") as marker:
             json.dump(asdict(Marker(step, self.run, metadata)), marker)
             marker.flush()
             os.fsync(marker.fileno())
-        _sync(self.path)
+        _sync(self.folder)
         replaced = self.final.with_name(f".{self.final.name}.replaced")
         if not os.path.lexists(self.final):
-            os.rename(self.path, self.final)
-        elif not _exchange(self.path, self.final):
+            os.rename(self.folder, self.final)
+        elif not _exchange(self.folder, self.final):
             remove(replaced)
             os.rename(self.final, replaced)
-            os.rename(self.path, self.final)
+            os.rename(self.folder, self.final)
         _sync(self.final.parent)
         remove(replaced)
-
-    def close(self) -> None:
-        """Remove what is not committed, or what the commit replaced, and release the lock. May be called again."""
-        self._unfinished.close()
 
 
 def prune(newest: Path, keep: int, run: str | None) -> None:
@@ -431,9 +431,13 @@ def remove(path: Path) -> None:
     except FileNotFoundError:
         return
     _sync(path.parent)
-    shutil.rmtree(gone, ignore_errors=True)
-    if gone.exists():
-        warnings.warn(f"axo: {gone} cannot be removed (is it another user's?); remove it", UserWarning, stacklevel=2)
+    _remove_tree(gone)
+
+
+def _remove_tree(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        warnings.warn(f"axo: {folder} cannot be removed (is it another user's?); remove it", UserWarning, stacklevel=3)
 
 
 def make_folder(folder: Path) -> None:

@@ -192,9 +192,9 @@ def _metadata(record: Any) -> Metadata:
         if place.get("transform_descriptors"):
             _damaged(f"a part of {name} is transformed, which Axo does not read")
         start, length = _count(place.get("offset"), f"the place of {name}"), _count(place.get("length"), "a length")
-        made = _StorageInfo(file, start, length)
-        made.checked = _checked(name, place.get("checked"), start, length)  # type: ignore[attr-defined]
-        stored[MetadataIndex(name, None if offset is None else _size(offset, f"an offset of {name}"))] = made
+        part = _StorageInfo(file, start, length)
+        part.checked = _checked(name, place.get("checked"), start, length)  # type: ignore[attr-defined]
+        stored[MetadataIndex(name, None if offset is None else _size(offset, f"an offset of {name}"))] = part
     for name, entry in described.items():
         of_entry = [None] if isinstance(entry, BytesStorageMetadata) else [chunk.offsets for chunk in entry.chunks]
         for offset in of_entry:

@@ -30,7 +30,7 @@ from axo.checkpoint import safetensors, state
 from axo.checkpoint.folder import check_local, whole_file
 from axo.checkpoint.parts import Parts
 from axo.checkpoint.ranks import checkpoint_group, on_all_ranks, rank_in
-from axo.nn.elsewhere import is_stage
+from axo.nn.placeholder import is_stage
 
 _INDEX = "model.safetensors.index.json"
 _TENSORS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -75,8 +75,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
 def _checked(model: nn.Module, folder: Any, max_file_bytes: Any) -> dict[str, Parts]:
     """Check the arguments. Returns name -> tensor: parameters and buffers, each under its first name."""
-    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-        raise ValueError(f"save_pretrained: folder={folder!r} names no folder; give one")
+    check_local(folder, f"save_pretrained: folder={folder!r} names no folder; give one")
     if is_stage(model):
         raise ValueError(
             "save_pretrained: this model is one stage of a pipeline; save a checkpoint (axo.checkpoint.save), and load"
@@ -87,7 +86,6 @@ def _checked(model: nn.Module, folder: Any, max_file_bytes: Any) -> dict[str, Pa
             f"save_pretrained: {type(model).__qualname__} has no config of Hugging Face's; use axo.checkpoint.save, or,"
             " for a model of LitGPT's, axo consolidate and litgpt convert_from_litgpt"
         )
-    check_local(folder)
     tensors = state.parts(state.model_entries(model)[0])
     for name, parts in tensors.items():
         safetensors.check_dtype(name, parts.local.dtype)

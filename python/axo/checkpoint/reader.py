@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from axo import files
@@ -23,9 +23,9 @@ from axo.checkpoint import folder as folders
 from axo.checkpoint import state
 from axo.checkpoint.parts import Parts
 from axo.checkpoint.ranks import checkpoint_group, number_of, on_all_ranks, rank_in, share
-from axo.checkpoint.storage import read_bytes, read_into, read_metadata, read_plain
+from axo.checkpoint.storage import read_into, read_metadata, read_plain
 from axo.comm.connect import Communicators
-from axo.nn.elsewhere import renamed
+from axo.nn.placeholder import renamed
 from axo.overlap.model import engines
 
 # What reading raises of files that hold other things than a save writes; most of our own code, as it takes them apart.
@@ -85,9 +85,7 @@ def load(
     shapes: dict[str, tuple[int, ...]] = {}
     optimized: set[str] = set()
     with on_all_ranks(group, (ValueError, OSError), lambda error: _said(given, error)) as told:
-        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-            raise ValueError(f"checkpoint: path={path!r}: the path is empty; name a checkpoint or a folder of them")
-        folders.check_local(path)
+        folders.check_local(path, f"checkpoint: {path=}: the path is empty; name a checkpoint or a folder of them")
         given = os.path.abspath(path)
         newest = str(_resolve(Path(given))) if rank_in(group) == 0 else None
         told |= {"path": given, "optimizer": state.kind_of(optimizer), "strict": strict, "rng": rng, "trust": trust}
@@ -100,7 +98,7 @@ def load(
     for _, of_stage, optimized_there in every:
         shapes, optimized = shapes | of_stage, optimized | optimized_there
     with on_all_ranks(group, _UNREADABLE, lambda error: _said(chosen, error)):
-        source = _PlainFile(chosen, trust) if chosen.is_file() else _Folder(chosen, verify, trust)
+        source = StoredFile(chosen, trust) if chosen.is_file() else StoredFolder(chosen, verify, trust)
         load = _Load(source, model, optimizer, strict, shapes, optimized)
     for engine in engines(model):
         engine.settle()
@@ -123,12 +121,12 @@ def _said(path: str | os.PathLike[str], error: Exception) -> str:
     return f"checkpoint: {path} cannot be read: {kind}{error}"
 
 
-class _PlainFile:
+class StoredFile:
     """A plain state_dict.
 
     Attributes:
         tensors: Name -> shape and dtype. aliases: Name -> the other under which the tensor is listed.
-        head: What the entry of that name says (``read_head``). has_optimizer: Whether the state of one is there.
+        head: What its entry ``axo`` says. has_optimizer: Whether the state of one is there.
     """
 
     has_optimizer = False
@@ -150,22 +148,54 @@ class _PlainFile:
         return entry.removeprefix(f"{state.MODEL}/") in self._values
 
 
-class _Folder:
-    """A checkpoint; see :class:`_PlainFile`."""
+class StoredFolder:
+    """A checkpoint; see :class:`StoredFile`."""
 
     def __init__(self, path: Path, verify: bool, trust: bool) -> None:
         self.path, self.verify = path, verify
         self.metadata = read_metadata(path, verify, trust)
-        self.head = read_head(path, self.metadata, verify)
+        self.head = self._read_head()
         self.aliases: dict[str, str] = self.head["aliases"]
-        self.tensors = tensors_of(self.metadata, state.MODEL)
+        self.tensors = self.tensors_of(state.MODEL)
         self.has_optimizer = self.holds(state.OPTIMIZER)
 
     def read(self, entries: dict[str, Any]) -> None:
         read_into(self.path, self.metadata, entries, self.verify)
 
+    def read_value(self, entry: str) -> Any:
+        """An entry that is no tensor."""
+        values = {entry: None}
+        self.read(values)
+        return values[entry]
+
     def holds(self, entry: str) -> bool:
         return entry in self.metadata.state_dict_metadata
+
+    def tensors_of(self, kind: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> whole shape and dtype of the tensors of one kind."""
+        return {
+            entry.removeprefix(f"{kind}/"): (tuple(saved.size), saved.properties.dtype)
+            for entry, saved in self.metadata.state_dict_metadata.items()
+            if entry.startswith(f"{kind}/") and isinstance(saved, TensorStorageMetadata)
+        }
+
+    def _read_head(self) -> dict[str, Any]:
+        """The entry that says what the others are, if it is one of a format that is known."""
+        path, head = self.path, self.read_value(state.HEAD)
+        kinds = {"format": int, "step": int, "ranks": int, "aliases": dict, "dropout": dict}
+        if not isinstance(head, dict) or not all(isinstance(head.get(name), kind) for name, kind in kinds.items()):
+            raise ValueError(
+                f"checkpoint: {path} is damaged: {state.HEAD}: {files.shown(head)} is not what a save writes"
+            )
+        counts = (count for counts in head["dropout"].values() for count in counts)
+        if head["ranks"] < 1 or not all(count is None or type(count) is int for count in counts):
+            raise ValueError(f"checkpoint: {path} is damaged: {state.HEAD}: ranks or counters of dropout cannot be")
+        if head["format"] > state.FORMAT:
+            raise ValueError(
+                f"checkpoint: {path} was written by a newer Axo (format {head['format']}, this one reads up to"
+                f" {state.FORMAT}); update Axo"
+            )
+        return head
 
 
 class _Load:
@@ -183,7 +213,7 @@ class _Load:
 
     def __init__(
         self,
-        source: _PlainFile | _Folder,
+        source: StoredFile | StoredFolder,
         model: nn.Module,
         optimizer: Optimizer | None,
         strict: bool,
@@ -197,7 +227,7 @@ class _Load:
             )
         self.source, self.model, self.optimizer, path = source, model, optimizer, source.path
         if optimizer is not None and not source.has_optimizer:
-            what = "holds" if isinstance(source, _Folder) else "is a plain state_dict and holds"
+            what = "holds" if isinstance(source, StoredFolder) else "is a plain state_dict and holds"
             raise ValueError(f"checkpoint: {path} {what} no optimizer; load without one")
         self.entries, aliases = state.model_entries(model)
         wanted = _named(self.entries, aliases)
@@ -213,8 +243,8 @@ class _Load:
         self._aliases = aliases
         self.entries = {entry: value for entry, value in self.entries.items() if self._origin(entry) is not None}
         if optimizer is not None:
-            assert isinstance(source, _Folder)
-            groups = read_bytes(path, source.metadata, state.OPTIMIZER, source.verify)["groups"]
+            assert isinstance(source, StoredFolder)
+            groups = source.read_value(state.OPTIMIZER)["groups"]
             listed = {name for group in groups for name in group["params"]}
             own = {*optimized}.union(*state.parameter_names(model, optimizer))
             compare(path, "the optimizer", dict.fromkeys(listed, ()), dict.fromkeys(own, ()), True)
@@ -225,7 +255,7 @@ class _Load:
         name = entry.removeprefix(f"{state.MODEL}/")
         names = [name, *(alias for alias, first in self._aliases.items() if first == name)]
         names += [self.source.aliases[each] for each in names if each in self.source.aliases]
-        entries = [entry, *(f"{state.MODEL}/{each}" for each in names)]
+        entries = [entry, *(f"{state.MODEL}/{each}" for each in names[1:])]
         return next((each for each in entries if self.source.holds(each)), None)
 
     def _check_equal(self, name: str, alias: str, parts: Parts) -> None:
@@ -262,40 +292,10 @@ class _Load:
         return Loaded(source.path, head["step"], head["extra"], head["grid"])
 
 
-def read_head(path: Path, metadata: Metadata, verify: bool = True) -> dict[str, Any]:
-    """The entry that says what the others are.
-
-    Raises:
-        ValueError: It is damaged, or of a newer format.
-    """
-    head: dict[str, Any] = read_bytes(path, metadata, state.HEAD, verify)
-    kinds = {"format": int, "step": int, "ranks": int, "aliases": dict, "dropout": dict}
-    if not isinstance(head, dict) or not all(isinstance(head.get(name), kind) for name, kind in kinds.items()):
-        raise ValueError(f"checkpoint: {path} is damaged: {state.HEAD}: {files.shown(head)} is not what a save writes")
-    counts = (count for counts in head["dropout"].values() for count in counts)
-    if head["ranks"] < 1 or not all(count is None or type(count) is int for count in counts):
-        raise ValueError(f"checkpoint: {path} is damaged: {state.HEAD}: ranks or counters of dropout cannot be")
-    if head["format"] > state.FORMAT:
-        raise ValueError(
-            f"checkpoint: {path} was written by a newer Axo (format {head['format']}, this one reads up to"
-            f" {state.FORMAT}); update Axo"
-        )
-    return head
-
-
 def _resolve(path: Path) -> Path:
     if path.is_file() and (path.parent / folders.MARKER).is_file() and path.suffix not in (".pth", ".safetensors"):
         raise ValueError(f"checkpoint: {path} is a file of a checkpoint; give the folder, {path.parent}")
     return path if path.is_file() else folders.resolve(path)
-
-
-def tensors_of(metadata: Metadata, kind: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> whole shape and dtype of the tensors of one kind."""
-    return {
-        entry.removeprefix(f"{kind}/"): (tuple(saved.size), saved.properties.dtype)
-        for entry, saved in metadata.state_dict_metadata.items()
-        if entry.startswith(f"{kind}/") and isinstance(saved, TensorStorageMetadata)
-    }
 
 
 def compare(

@@ -67,9 +67,7 @@ class Run:
             with on_all_ranks(group, (ValueError, OSError), self._say) as told:
                 told |= {"folder": str(folder), "resume": resume, "overwrite": overwrite}
                 if rank_in(group) == 0:
-                    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-                        raise ValueError(f"checkpoint: folder={folder!r} names no folder; give the run's own")
-                    folders.check_local(folder)
+                    folders.check_local(folder, f"checkpoint: folder={folder!r} names no folder; give the run's own")
                     self._folder = Path(folder).absolute()
                     identity = self._claim(self._folder, Path(checkpoints or folder), resume, overwrite)
             self.id: str = share(group, identity)[0]
@@ -133,15 +131,15 @@ class Run:
     def _claim(self, folder: Path, checkpoints: Path, resume: bool, overwrite: bool) -> str:
         folders.make_folder(folder)
         self._hold(folder)
-        known, found = _identity(folder), folders.complete(checkpoints)
-        if resume and (known or found):
-            return known or folders.run_of(found[-1]) or self._start(folder)
-        if found and not overwrite:
+        identity, earlier = _identity(folder), folders.complete(checkpoints)
+        if resume and (identity or earlier):
+            return identity or folders.run_of(earlier[-1]) or self._start(folder)
+        if earlier and not overwrite:
             raise ValueError(
-                f"checkpoint: {checkpoints} holds checkpoints of an earlier run, the newest {found[-1].name}; resume"
+                f"checkpoint: {checkpoints} holds checkpoints of an earlier run, the newest {earlier[-1].name}; resume"
                 " it, give another folder, or ask to overwrite it"
             )
-        for path in found:
+        for path in earlier:
             folders.remove(path)
         return self._start(folder)
 
@@ -194,8 +192,8 @@ os.register_at_fork(after_in_child=_let_go)
 
 def _lives_here(owner: str) -> bool:
     """Whether ``owner``, the text of a lock file, names a process of this host that lives."""
-    found = re.fullmatch(r"process (\d+) on (.+)", owner)
-    return found is not None and found[2] == socket.gethostname() and Path("/proc", found[1]).exists()
+    match = re.fullmatch(r"process (\d+) on (.+)", owner)
+    return match is not None and match[2] == socket.gethostname() and Path("/proc", match[1]).exists()
 
 
 def _identify(folder: Path, identity: str) -> None:

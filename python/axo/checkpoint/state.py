@@ -15,7 +15,7 @@ import itertools
 import random
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from axo.checkpoint.parts import Parts
 from axo.comm.connect import Communicators
 from axo.nn.dropout import Dropout
-from axo.nn.elsewhere import renamed
-from axo.overlap import optimizer_state
+from axo.nn.placeholder import renamed
+from axo.optim import checks
 from axo.placement import placement_of
 
 MODEL, OPTIMIZER, RNG, HEAD = "model", "optimizer", "rng", "axo"
@@ -191,7 +191,6 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """
     in_whole = renamed(model)
     names = {id(parameter): in_whole.get(name, name) for name, parameter in model.named_parameters()}
-    found = []
     for number, group in enumerate(optimizer.param_groups):
         missing = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
         if missing:
@@ -199,8 +198,13 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
                 f"checkpoint: group {number} of {type(optimizer).__name__} holds parameters that are not the model's"
                 f" (shapes {missing[:3]}); make the optimizer after axo.parallelize, from model.parameters()"
             )
-        found.append([names[id(parameter)] for parameter in group["params"]])
-    return found
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def with_names(optimizer: Optimizer, names: list[list[Any]]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """(name, parameter) for each parameter of an optimizer, whose groups have these names."""
+    for group, of_group in zip(optimizer.param_groups, names, strict=True):
+        yield from zip(of_group, group["params"], strict=True)
 
 
 def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -212,42 +216,44 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     names = parameter_names(model, optimizer)
     entries: dict[str, Any] = {}
     values: dict[str, dict[str, Any]] = {}
-    for group, of_group in zip(optimizer.param_groups, names, strict=True):
-        for parameter, name in zip(group["params"], of_group, strict=True):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    if not isinstance(key, str) or "/" in key:
-                        raise ValueError(
-                            f"checkpoint: {type(optimizer).__name__} keeps a tensor of {name!r} as {key!r}; only one"
-                            " whose key is a string without '/' can be saved"
-                        )
-                    entries[f"{OPTIMIZER}/{name}/{key}"] = _state_parts(optimizer, name, key, value, parameter)
-                elif _is_plain(plain := _of_python(value)):
-                    values.setdefault(name, {})[key] = plain
-                else:
+    for name, parameter in with_names(optimizer, names):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                if not isinstance(key, str) or "/" in key:
                     raise ValueError(
-                        f"checkpoint: {type(optimizer).__name__} keeps {key!r} of {name!r} as a"
-                        f" {type(value).__name__}, which is neither a tensor nor a plain value"
+                        f"checkpoint: {type(optimizer).__name__} keeps a tensor of {name!r} as {key!r}; only one"
+                        " whose key is a string without '/' can be saved"
                     )
+                entries[f"{OPTIMIZER}/{name}/{key}"] = state_parts(optimizer, name, key, value, parameter)
+            elif _is_plain(plain := _of_python(value)):
+                values.setdefault(name, {})[key] = plain
+            else:
+                raise ValueError(
+                    f"checkpoint: {type(optimizer).__name__} keeps {key!r} of {name!r} as a"
+                    f" {type(value).__name__}, which is neither a tensor nor a plain value"
+                )
     options = [
-        {key: _of_python(value) for key, value in optimizer_state.without(group).items()} | {"params": of_group}
+        {key: _of_python(value) for key, value in checks.without(group).items()} | {"params": of_group}
         for group, of_group in zip(optimizer.param_groups, names, strict=True)
     ]
     entries[OPTIMIZER] = {"kind": kind_of(optimizer), "groups": options, "values": values}
     return entries
 
 
-def _state_parts(optimizer: Optimizer, name: str, key: str, value: torch.Tensor, parameter: torch.Tensor) -> Parts:
-    own = placement_of(value)
-    if own is not None:
-        return Parts(value, own)
+def state_parts(optimizer: Optimizer, name: Any, key: Any, value: torch.Tensor, parameter: torch.Tensor) -> Parts:
+    """This rank's part of a tensor that an optimizer keeps of a parameter.
+
+    Raises:
+        ValueError: It has neither the parameter's shape nor one element, and the parameter is split.
+    """
     placement = placement_of(parameter)
+    if placement_of(value) is not None:
+        return Parts(value, placement_of(value))
     if placement is not None and value.dim() and tuple(value.shape) == placement.state.local_shape():
         return Parts(value, placement.state)
     if value.shape == parameter.shape:
         return Parts(value, placement)
-    split = placement is not None and tuple(value.shape) != () and tuple(parameter.shape) != placement.global_shape
-    if split:
+    if placement is not None and value.dim() and tuple(parameter.shape) != placement.global_shape:
         raise ValueError(
             f"checkpoint: {type(optimizer).__name__} keeps {key!r} of {name!r} in shape {tuple(value.shape)}, and the"
             f" parameter has shape {tuple(parameter.shape)} on this rank; of a split parameter only state of its shape"
@@ -258,38 +264,33 @@ def _state_parts(optimizer: Optimizer, name: str, key: str, value: torch.Tensor,
 
 def by_parameter(entries: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Parameter -> key -> what ``entries`` have under ``optimizer/PARAMETER/KEY``."""
-    found: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {}
     for entry, value in entries.items():
         if entry.startswith(f"{OPTIMIZER}/"):
             name, _, key = entry.removeprefix(f"{OPTIMIZER}/").rpartition("/")
-            found.setdefault(name, {})[key] = value
-    return found
+            values.setdefault(name, {})[key] = value
+    return values
 
 
 def optimizer_targets(model: nn.Module, optimizer: Optimizer, metadata: Metadata) -> dict[str, Any]:
     """Room on this rank for the optimizer state that a checkpoint holds, as entries to read into."""
     entries: dict[str, Any] = {OPTIMIZER: None}
-    known = by_parameter(metadata.state_dict_metadata)
-    for group, of_group in zip(optimizer.param_groups, parameter_names(model, optimizer), strict=True):
-        for parameter, name in zip(group["params"], of_group, strict=True):
-            for key, saved in known.get(name, {}).items():
-                if not isinstance(saved, TensorStorageMetadata):
-                    continue
-                entry = f"{OPTIMIZER}/{name}/{key}"
-                have = optimizer.state.get(parameter, {}).get(key)
-                placement = placement_of(parameter)
-                if isinstance(have, torch.Tensor) and placement_of(have) is not None:
-                    placement = placement_of(have)
-                if placement is not None:
-                    placement = placement.state if tuple(saved.size) == placement.global_shape else None
-                shape = saved.size if placement is None else placement.local_shape()
-                if getattr(optimizer, "loads_in_place", False) and isinstance(have, torch.Tensor):
-                    if have.shape == shape:  # state that lies where host memory may have no room for it twice
-                        entries[entry] = Parts(have, placement)
-                        continue
+    stored = by_parameter(metadata.state_dict_metadata)
+    for name, parameter in with_names(optimizer, parameter_names(model, optimizer)):
+        for key, saved in stored.get(name, {}).items():
+            if not isinstance(saved, TensorStorageMetadata):
+                continue
+            own = optimizer.state.get(parameter, {}).get(key)
+            placement = placement_of(own) or placement_of(parameter)
+            if placement is not None:
+                placement = placement.state if tuple(saved.size) == placement.global_shape else None
+            shape = saved.size if placement is None else placement.local_shape()
+            in_place = getattr(optimizer, "loads_in_place", False) and isinstance(own, torch.Tensor)
+            if not in_place or own.shape != shape:  # in place: it lies where memory may have no room for it twice
                 # Single numbers stay in host memory, where torch's optimizers keep their step.
                 device = parameter.device if saved.size else torch.device("cpu")
-                entries[entry] = Parts(torch.zeros(shape, dtype=saved.properties.dtype, device=device), placement)
+                own = torch.zeros(shape, dtype=saved.properties.dtype, device=device)
+            entries[f"{OPTIMIZER}/{name}/{key}"] = Parts(own, placement)
     return entries
 
 

@@ -192,17 +192,6 @@ def read_metadata(path: Path, verify: bool = True, trust: bool = False) -> Metad
     return described
 
 
-def read_bytes(path: Path, saved: Metadata, entry: str, verify: bool = True) -> Any:
-    """One entry that is no tensor.
-
-    Raises:
-        ValueError: It is damaged.
-    """
-    wanted = {entry: None}
-    read_into(path, saved, wanted, verify)
-    return wanted[entry]
-
-
 def read_into(path: Path, saved: Metadata, entries: dict[str, Any], verify: bool = True) -> None:
     """Fill :class:`Parts` in place and replace other values.
 

@@ -113,7 +113,7 @@ def save(
             group, (OSError,), lambda e: f"checkpoint: {final.parent} cannot be written to: {e.strerror}"
         ):
             part = folders.UnfinishedCheckpoint(final, run) if rank_in(group) == 0 else None
-        path = Path(share(group, part and str(part.path))[0])
+        path = Path(share(group, part and str(part.folder))[0])
         if async_:
             with on_all_ranks(group, (MemoryError, RuntimeError), _without_memory):
                 _stage(entries)
@@ -148,11 +148,8 @@ def _without_graphs(value: Any) -> Any:
 
 
 def _check_arguments(folder: Any, name: Any, step: Any, extra: Any, keep: Any, run: Any) -> None:
-    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder) or "\0" in os.fspath(folder):
-        raise ValueError(f"checkpoint: folder={folder!r} names no folder; give one, such as 'runs/a'")
-    folders.check_local(folder)
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"checkpoint: step={step!r} is not a step; use a whole number of at least 0")
+    folders.check_local(folder, f"checkpoint: folder={folder!r} names no folder; give one, such as 'runs/a'")
+    folders.check_step("checkpoint", step)
     if name is not None and (
         not isinstance(name, str) or name in ("", "..") or name[0] == "." or "/" in name or not name.isprintable()
     ):

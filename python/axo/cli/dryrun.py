@@ -9,90 +9,60 @@ import typer
 
 from axo.arrangement import arrangement_of
 from axo.cli.output import check_file, is_stdout, say, show_table, write
+from axo.cli.train import said, takes_fields
 from axo.grid import Grid
+from axo.train.config import TrainConfig, overrides
 
 if TYPE_CHECKING:
     from axo.dryrun import Record
-    from axo.train.config import TrainConfig
+
+_OF_A_STEP = (
+    *("model", "model_overrides", "grid", "algorithm", "pipeline", "schedule", "cuts", "sequence_parallel", "seq_len"),
+    *("accumulate", "precision", "recompute", "recompute_keeps", "zero", "overlap", "gather_cache"),
+)
 
 
+@takes_fields(_OF_A_STEP, grid=..., model="", seq_len=2048)
 def dryrun(
-    grid: Annotated[str, typer.Option(help="XxYxZxDATA, such as 4x2x32x16.")],
-    model: Annotated[str, typer.Option(help="A LitGPT configuration by name, 'tiny', or a YAML / JSON file.")] = "",
-    model_override: Annotated[
-        list[str] | None, typer.Option(metavar="FIELD=VALUE", help="Set a field of litgpt.Config; repeatable.")
-    ] = None,
+    context: typer.Context,
+    *,
     litgpt: Annotated[
         Path | None,
         typer.Option(help="What 'litgpt pretrain --config' reads: model, length, batch and precision from there."),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows of the global batch; default: one a data rank.")] = 0,
-    algorithm: Annotated[str, typer.Option(help="How products are distributed: axonn, tesseract or summa.")] = "axonn",
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a row; default: 2048.")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Pieces of a rank's rows; default: 1.")] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16-mixed (default), bf16-true or 32-true.")] = None,
-    recompute: Annotated[bool, typer.Option("--recompute", help="Run each block again in backward.")] = False,
-    recompute_keeps: Annotated[str, typer.Option(help="What --recompute keeps: nothing, or products.")] = "nothing",
-    pipeline: Annotated[int, typer.Option(help="Stages, each of them a grid.")] = 1,
-    schedule: Annotated[str, typer.Option(help="Of stages: gpipe, 1f1b, interleaved-1f1b, zero-bubble ...")] = "1f1b",
-    cuts: Annotated[str, typer.Option(help="First blocks of later stages: even, planner, or 3,7.")] = "even",
     microbatches: Annotated[int, typer.Option(help="Micro-batches that fill the stages; 0: one a stage.")] = 0,
-    sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="Split the residual stream's tokens over x.")
-    ] = False,
-    zero: Annotated[int, typer.Option(help="1: optimizer state cut over data; 2: gradients too.")] = 0,
-    overlap: Annotated[str, typer.Option(help="What hides behind products: oar, ors, oag, or none.")] = "oar,ors,oag",
-    gather_cache: Annotated[str, typer.Option(help="Gathered weights kept: all, none, layers, or bytes.")] = "all",
     ranks: Annotated[str, typer.Option(help="auto: one of each role and neighbours; all; or 0,17,300.")] = "auto",
     order: Annotated[int, typer.Option(help="Print the first N collectives of the first rank, in order.")] = 0,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")] = None,
+    **options: Any,
 ) -> None:
     """Run a training step as single ranks of a grid, without peers: memory, traffic, order, and who disagrees."""
-    from axo.train import early
-    from axo.train.config import TrainConfig, overrides
-
-    parsed = Grid.parse(grid)
+    grid, pipeline = Grid.parse(options["grid"]), options["pipeline"]
     if order < 0:
         raise ValueError(f"order={order} is not at least 0")
     check_file(json_out)
     if microbatches > 1 and pipeline == 1:
         raise ValueError(f"dryrun: microbatches={microbatches} fill stages, and there is one; add --pipeline")
-    if not model and litgpt is None:
+    if not options["model"] and litgpt is None:
         raise ValueError("dryrun: give the model by --model NAME, or by --litgpt CONFIG")
     microbatches = microbatches or pipeline
-    parts = arrangement_of("dryrun", algorithm).row_parts(parsed)
-    fields = overrides(model_override or ())
-    run: dict[str, Any] = {"model": model, "model_overrides": fields}
-    run |= {"seq_len": 2048, "accumulate": 1, "precision": "bf16-mixed"}
-    run |= _of_litgpt(litgpt, model, fields, parts) if litgpt is not None else {}
-    given = {"batch_size": batch_size or None, "seq_len": seq_len, "accumulate": accumulate, "precision": precision}
-    run |= {name: value for name, value in given.items() if value is not None}
-    run.setdefault("batch_size", parts * max(1, microbatches) * max(1, run["accumulate"]))
-    config = TrainConfig(
-        **run,
-        grid=parsed,
-        algorithm=algorithm,
-        pipeline=pipeline,
-        schedule=schedule,
-        cuts=cuts,
-        microbatches=microbatches,
-        sequence_parallel=sequence_parallel,
-        recompute_keeps=recompute_keeps,
-        recompute=recompute,
-        zero=zero,
-        overlap=overlap,
-        gather_cache=gather_cache,
-    )
-    early.check_step(config)
-    wanted = _ranks(ranks, config)
-    early.check_sizes(config)
+    parts = arrangement_of("dryrun", options["algorithm"]).row_parts(grid)
+    options |= {"grid": grid, "model_overrides": overrides(options["model_overrides"] or ())}
+    if litgpt is not None:
+        of_file = _of_litgpt(litgpt, options["model"], options["model_overrides"], parts)
+        options |= {name: value for name, value in of_file.items() if name not in said(context, options)}
+    rows = batch_size or options.pop("batch_size", parts * max(1, microbatches) * max(1, options["accumulate"]))
+    config = TrainConfig(**options | {"batch_size": rows, "microbatches": microbatches})
     from axo import dryrun as dry
 
+    dry.check(config)
+    wanted = _ranks(ranks, config)
     roles = dry.representatives(config)
     records = dry.run_all(config, list(roles) if wanted is None else wanted)
     bad = dry.compare(config, records)
     if json_out is not None:
-        write(json_out, {"grid": str(parsed), "records": [_plain(record) for record in records],
+        write(json_out, {"grid": str(grid), "records": [_plain(record) for record in records],
                          "mismatches": [str(one) for one in bad]})  # fmt: skip
     if not is_stdout(json_out):
         _print(config, records, roles, order)
@@ -141,15 +111,15 @@ def _ranks(text: str, config: TrainConfig) -> list[int] | None:
         return None
     if text == "all":
         return list(range(config.ranks))
-    found = []
+    numbers = set()
     for part in text.split(","):
         if not part.strip().isdecimal() or int(part) >= config.ranks:
             raise ValueError(
                 f"ranks={text!r}: {part.strip()!r} is not a rank of {config.shown}; use auto, all, or numbers from 0"
                 f" to {config.ranks - 1} with commas"
             )
-        found.append(int(part))
-    return sorted(set(found))
+        numbers.add(int(part))
+    return sorted(numbers)
 
 
 def _place(config: TrainConfig, rank: int) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
@@ -17,59 +19,100 @@ from axo.grid import Grid
 
 if TYPE_CHECKING:
     from axo.perf import planner
-    from axo.perf.candidate import Candidate
+    from axo.perf.planner import Candidate
 
 MOST_TOKENS = 1e18
 
-ModelName = Annotated[str, typer.Option(help="gpt-5b ... gpt-640b, unet-250m ... unet-4b, a LitGPT name, or a file.")]
-MachineName = Annotated[str, typer.Option("--machine", help="A known machine, or a machine file (axo profile).")]
-Batch = Annotated[str, typer.Option(help="Tokens of one step, all ranks: 16.8M, 4M, 524288.")]
-Seq = Annotated[int | None, typer.Option(help="Tokens of one sample; default 2048.")]
-Overlaps = Annotated[str, typer.Option(help="Which overlaps are on: oar,ors,oag or none.")]
-GatherMode = Annotated[str, typer.Option(help="Gathered weights: keep, drop, or auto (keep what fits).")]
-Checkpoint = Annotated[bool, typer.Option("--checkpoint/--no-checkpoint", help="Run blocks again in backward.")]
-Gigabits = Annotated[
-    float, typer.Option("--network", help="Gb/s of a node's NICs together, instead of the machine's: 400, 3200.")
-]
-Pieces = Annotated[int, typer.Option("--micro-batches", help="Pieces of a rank's rows; 0: as few as fit.")]
-Keeps = Annotated[str, typer.Option(help="What recomputation keeps: nothing, or products (and attention).")]
-ScheduleNames = Annotated[str, typer.Option(help="Of stages: gpipe, 1f1b, ..., dualpipev; commas between several.")]
-ZeroStage = Annotated[int, typer.Option(help="ZeRO over data: 1 cuts optimizer state, 2 gradients too.")]
-OffloadTo = Annotated[str, typer.Option("--offload", help="In the host's memory: none, or optimizer (AdamW's state).")]
-Tokens = Annotated[bool, typer.Option("--sequence-parallel", help="Split the residual stream's tokens over x.")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")]
 CsvOut = Annotated[Path | None, typer.Option("--csv", help="Write CSV here; - for stdout.")]
 PlotOut = Annotated[Path | None, typer.Option("--plot", help="Write the plots (PNG) into this folder.")]
 HtmlOut = Annotated[Path | None, typer.Option("--html", help="Write one self-contained HTML page.")]
+Model = Annotated[str, typer.Option(help="gpt-5b ... gpt-640b, unet-250m ... unet-4b, a LitGPT name, or a file.")]
 
 
+class Asked(NamedTuple):
+    """The options that ``axo plan`` and ``axo simulate`` share."""
+
+    model: Model = ""
+    machine: Annotated[str, typer.Option(help="A known machine, or a file; default: machine.yaml (axo profile).")] = ""
+    batch_tokens: Annotated[str, typer.Option(help="Tokens of one step, all ranks: 16.8M, 4M, 524288.")] = "16.8M"
+    seq: Annotated[int | None, typer.Option(help="Tokens of one sample; default 2048.")] = None
+    overlap: Annotated[str, typer.Option(help="Which overlaps are on: oar,ors,oag or none.")] = "oar,ors,oag"
+    gather: Annotated[str, typer.Option(help="Gathered weights: keep, drop, or auto (keep what fits).")] = "auto"
+    checkpoint: Annotated[bool, typer.Option("--checkpoint/--no-checkpoint", help="Run blocks again in backward.")] = (
+        True
+    )
+    zero: Annotated[int, typer.Option(help="ZeRO over data: 1 cuts optimizer state, 2 gradients too.")] = 0
+    micro_batches: Annotated[int, typer.Option(help="Pieces of a rank's rows; 0: as few as fit.")] = 0
+    network: Annotated[
+        float, typer.Option(help="Gb/s of a node's NICs together, instead of the machine's: 400, 3200.")
+    ] = 0.0
+    recompute_keeps: Annotated[
+        str, typer.Option(help="What recomputation keeps: nothing, or products (and attention).")
+    ] = "nothing"
+    offload: Annotated[str, typer.Option(help="In the host's memory: none, or optimizer (AdamW's state).")] = "none"
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Split the residual stream's tokens over x.")
+    ] = False
+    pipeline: Annotated[
+        str, typer.Option(help="Stages, each a grid: 1, 4; plan tries 1,2,4, or auto: every power of two that divides.")
+    ] = "1"
+    schedule: Annotated[str, typer.Option(help="Of stages: gpipe, 1f1b, ..., dualpipev; commas between several.")] = ""
+
+    def request(self, gpus: int, **more: Any) -> planner.Request:
+        """What is to be planned; ``more``: fields of the request."""
+        from axo.perf import machine, planner, readers
+
+        overlaps = (part.strip() for part in self.overlap.split(",") if part.strip() not in ("", "none"))
+        on = machine.load(self.machine or machine.measured_here())
+        on = on.with_network(self.network) if self.network else on
+        workload = readers.read(self.model, seq_length=self.seq, checkpointed=self.checkpoint)
+        if self.recompute_keeps not in ("nothing", "products"):
+            raise ValueError(f"recompute-keeps={self.recompute_keeps!r} is not one of nothing, products")
+        if self.offload not in ("none", "optimizer"):
+            raise ValueError(f"offload={self.offload!r} is not planned; use none, or optimizer")
+        schedules = tuple(part.strip() for part in self.schedule.split(",")) if self.schedule else ("1f1b",)
+        if not self.schedule and more.get("search"):
+            schedules = planner.SEARCHED
+        return planner.Request(
+            workload, on.of_nodes(gpus) if gpus > 0 else on, gpus, tokens_of(self.batch_tokens, batch=True),
+            overlap=frozenset(overlaps), gather=self.gather, zero=self.zero, micro_batches=self.micro_batches,
+            selective=self.recompute_keeps == "products", offload=self.offload == "optimizer",
+            sequence_parallel=self.sequence_parallel, pipeline=_counts(self.pipeline, gpus), schedules=schedules,
+            **more,
+        )  # fmt: skip
+
+
+def _with_asked(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command whose first argument is ``Asked`` the options of it, before its own."""
+
+    @functools.wraps(command)
+    def called(**given: Any) -> None:
+        asked = Asked(**{name: given.pop(name) for name in Asked._fields})
+        command(asked, **given)
+
+    shared = get_type_hints(Asked, include_extras=True)
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(name, by_name, default=Asked._field_defaults[name], annotation=shared[name])
+                  for name in Asked._fields]  # fmt: skip
+    own = get_type_hints(command, include_extras=True)
+    for parameter in list(inspect.signature(command).parameters.values())[1:]:
+        parameters.append(parameter.replace(kind=by_name, annotation=own[parameter.name]))
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called
+
+
+@_with_asked
 def plan(
-    model: Annotated[str, typer.Option(help="gpt-5b ... gpt-640b, unet-250m ..., a LitGPT name, or a file.")] = "",
+    asked: Asked,
     gpus: Annotated[int, typer.Option(help="Number of GPUs (GCDs on frontier).")] = 0,
-    machine_name: Annotated[
-        str, typer.Option("--machine", help="A known machine, or a machine file; default: machine.yaml.")
-    ] = "",
-    batch_tokens: Batch = "16.8M",
     tokens: Annotated[str, typer.Option(help="Tokens of the whole training, for the days: 2T.")] = "0",
-    seq: Seq = None,
     top: Annotated[int, typer.Option(help="Rows to print.")] = 10,
-    overlap: Overlaps = "oar,ors,oag",
-    gather: GatherMode = "auto",
-    checkpoint: Checkpoint = True,
-    zero: ZeroStage = 0,
-    micro_batches: Pieces = 0,
-    network: Gigabits = 0.0,
     precision: Annotated[str, typer.Option(help="bf16-mixed or bf16-true.")] = "bf16-mixed",
     search: Annotated[
         bool, typer.Option("--search", help="Search recomputation, ZeRO, micro-batches, sequence parallelism, offload.")
     ] = False,
-    recompute_keeps: Keeps = "nothing",
-    offload: OffloadTo = "none",
-    sequence_parallel: Tokens = False,
-    pipeline: Annotated[
-        str, typer.Option(help="Stages to try: 1, 4, or 1,2,4; auto: 1 and every power of two that divides.")
-    ] = "1",
-    schedule: ScheduleNames = "",
     gpu_hour: Annotated[float, typer.Option(help="Price of a GPU hour, for the cost of --tokens.")] = 0.0,
     algorithm: Annotated[
         str, typer.Option(help="axonn, tesseract (where x = y), or all: both in one ranking.")
@@ -87,14 +130,14 @@ def plan(
     from axo.perf import output, planner
 
     if compare:
-        if model or gpus:
+        if asked.model or gpus:
             raise ValueError("--compare reads plans that --json wrote, and plans nothing; leave --model and --gpus out")
         plans = [(str(path), _plan_file(path)) for path in compare]
         show_table("the best of each plan", output.compare_table(plans))
         if len(plans) > 1:
             say(output.compared(plans))
         return
-    if not model or not gpus:
+    if not asked.model or not gpus:
         raise ValueError("name what is to be planned: --model NAME --gpus N (and --machine NAME)")
     if top < 1:
         raise ValueError(f"top={top} is not at least 1")
@@ -103,109 +146,90 @@ def plan(
     if gpu_hour and tokens == "0":
         raise ValueError("gpu-hour gives the cost of a whole training; say how many --tokens that has")
     _check_outputs(json_out, csv_out, html, plot=plot)
-    request = _request(
-        model, gpus, machine_name, batch_tokens, tokens, seq, overlap, gather, checkpoint, zero, precision, search,
-        network, micro_batches, recompute_keeps, pipeline, schedule, offload, sequence_parallel,
-    )  # fmt: skip
     if algorithm != "all" and algorithm not in planner.ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} is not known; use {', '.join(planner.ALGORITHMS)} or all")
-    request = replace(request, algorithms=planner.ALGORITHMS if algorithm == "all" else (algorithm,))
+    request = asked.request(
+        gpus, tokens=float(tokens_of(tokens, batch=False)), precision=precision, search=search,
+        algorithms=planner.ALGORITHMS if algorithm == "all" else (algorithm,),
+    )  # fmt: skip
     if (plot or html) and algorithm != "axonn":
         raise ValueError(f"--plot and --html simulate a step of axonn; leave --algorithm {algorithm} out for them")
     if (plot or html) and request.pipeline != (1,):
         raise ValueError("--plot and --html simulate a step of one grid; axo simulate --pipeline draws stages")
     wanted = None if explain is None else _grid(explain, gpus)
-    made = planner.plan(request)
-    chosen = None if wanted is None else _explained(made, wanted)
+    grid_plan = planner.plan(request)
+    chosen = None if wanted is None else _explained(grid_plan, wanted)
     if not _stdout_taken(json_out, csv_out):
-        _print_plan(made, top, chosen, gpu_hour)
+        _print_plan(grid_plan, top, chosen, gpu_hour)
 
     def draw() -> tuple[dict[str, bytes], Callable[[], str]]:
         from axo.perf import plots, simulator
 
-        step = simulator.simulate(made.workload(made.best), made.best.grid, request.machine, made.best.run)
-        drawn = plots.plan_plots(made, step)
-        return drawn, lambda: output.plan_page(made, step, drawn)
+        step = simulator.simulate(
+            grid_plan.workload(grid_plan.best), grid_plan.best.grid, request.machine, grid_plan.best.run
+        )
+        drawn = plots.plan_plots(grid_plan, step)
+        return drawn, lambda: output.plan_page(grid_plan, step, drawn)
 
-    values = output.plan_json(made, gpu_hour=gpu_hour) if json_out else None
-    _write_outputs(json_out, values, csv_out, lambda: output.plan_csv(made), plot, html, draw)
+    values = output.plan_json(grid_plan, gpu_hour=gpu_hour) if json_out else None
+    _write_outputs(json_out, values, csv_out, lambda: output.plan_csv(grid_plan), plot, html, draw)
 
 
+@_with_asked
 def simulate(
-    model: ModelName,
+    asked: Asked,
     grid: Annotated[str, typer.Option(help="XxYxZxDATA, such as 2x2x128x16.")],
-    machine_name: MachineName,
-    batch_tokens: Batch = "16.8M",
-    seq: Seq = None,
-    overlap: Overlaps = "oar,ors,oag",
-    gather: GatherMode = "auto",
-    checkpoint: Checkpoint = True,
-    zero: ZeroStage = 0,
-    micro_batches: Pieces = 0,
-    network: Gigabits = 0.0,
-    recompute_keeps: Keeps = "nothing",
-    offload: OffloadTo = "none",
-    sequence_parallel: Tokens = False,
-    pipeline: Annotated[int, typer.Option(help="Stages, each of them such a grid.")] = 1,
-    schedule: ScheduleNames = "1f1b",
-    straggle: Annotated[float, typer.Option(help="Standard deviation of the ranks' speeds; 0.02: two percent.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the ranks' speeds.")] = 0,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace here (opens in Perfetto).")] = None,
     json_out: JsonOut = None,
     plot: PlotOut = None,
 ) -> None:
-    """Run one training step on one grid, event by event."""
+    """Run one training step on one grid, operation by operation, or of its stages."""
     from axo.perf import chrome_trace, output, planner, plots, simulator
-    from axo.perf.memory import GIB
 
     _check_outputs(json_out, trace, plot=plot)
-    parsed = Grid.parse(grid)
-    request = _request(
-        model, parsed.world_size * max(1, pipeline), machine_name, batch_tokens, "0", seq, overlap, gather, checkpoint,
-        zero, network=network, micro_batches=micro_batches, recompute_keeps=recompute_keeps, pipeline=str(pipeline),
-        schedule=schedule, offload=offload, sequence_parallel=sequence_parallel,
-    )  # fmt: skip
-    if pipeline > 1 and (trace is not None or straggle):
-        raise ValueError("--trace and --straggle are of one grid; leave them out with --pipeline")
-    candidate = planner.consider(request, parsed, pipeline)
+    if not asked.model or not asked.machine:
+        raise ValueError("name what is to be simulated: --model NAME --machine NAME")
+    if not asked.pipeline.isdecimal():
+        raise ValueError(f"pipeline={asked.pipeline!r} is not a number of stages; use 4")
+    parsed, stages = Grid.parse(grid), int(asked.pipeline)
+    request = asked.request(parsed.world_size * max(1, stages))
+    if stages > 1 and trace is not None:
+        raise ValueError("--trace is of one grid; leave it out with --pipeline")
+    candidate = planner.consider(request, parsed, stages)
     if candidate.reason:
         raise ValueError(
             f"{request.workload.name} cannot run on grid {parsed} of {request.machine.name}: {candidate.reason};"
             f" axo plan --gpus {request.gpus} ranks the grids that can"
         )
-    made = planner.GridPlan(request, [candidate])
+    grid_plan = planner.GridPlan(request, [candidate])
     if candidate.stages is not None:
-        _simulate_stages(made, json_out, plot)
+        _simulate_stages(grid_plan, json_out, plot)
         return
-    found = simulator.simulate(request.workload, parsed, request.machine, made.best.run, straggle=straggle, seed=seed)
-    assert made.best.time is not None
-    percent = made.percent_of_peak(made.best, seconds=found.seconds)
+    step = simulator.simulate(request.workload, parsed, request.machine, candidate.run)
+    assert candidate.memory is not None
+    percent, peak = grid_plan.percent_of_peak(candidate, seconds=step.seconds), candidate.memory.total
     if trace is not None:
-        chrome_trace.write(trace, (s for s in found.spans if s.end > s.start), found.ranks, found.memory)
+        chrome_trace.write(trace, step.spans, [0])
     values = {
         "grid": str(parsed),
-        "seconds": found.seconds,
+        "seconds": step.seconds,
         "hfu_percent": percent,
-        "exposed_s": found.exposed,
-        "busy_s": found.busy,
-        "peak_memory_bytes": found.peak_memory,
-        "closed_form_s": made.best.time.total,
-        "ranks": found.ranks,
+        "exposed_s": step.exposed,
+        "busy_s": step.busy,
+        "peak_memory_bytes": peak,
+        "closed_form_s": candidate.seconds,
     }
-    _write_outputs(json_out, values, None, str, plot, None, lambda: (plots.plan_plots(made, found), str))
-    if not is_stdout(json_out):
-        title = f"{request.workload.name} on {parsed} ({request.gpus} GPUs of {request.machine.name})"
-        show_table(title, output.simulation_table(found))
-        say(
-            f"one step {found.seconds:.3f} s, {percent:.1f}% of peak (HFU),"
-            f" at most {found.peak_memory / GIB:.1f} GiB a GPU; the closed form says {made.best.time.total:.3f} s"
-        )
-        if len(found.ranks) > 1:
-            say(f"ranks that stood for all: {', '.join(map(str, found.ranks))}")
-        if found.micro_batches < made.best.run.micro_batches:
-            say(f"simulated {found.micro_batches} of {made.best.run.micro_batches} micro-batches; the rest repeat")
-        if trace is not None:
-            say(f"trace: {trace} (open it in ui.perfetto.dev)")
+    _write_outputs(json_out, values, None, str, plot, None, lambda: (plots.plan_plots(grid_plan, step), str))
+    if is_stdout(json_out):
+        return
+    title = f"{request.workload.name} on {parsed} ({request.gpus} GPUs of {request.machine.name})"
+    show_table(title, output.simulation_table(step))
+    say(f"one step {step.seconds:.3f} s, {percent:.1f}% of peak (HFU), at most {peak / 2**30:.1f} GiB a GPU;"
+        f" the closed form says {candidate.seconds:.3f} s")  # fmt: skip
+    if step.micro_batches < candidate.run.micro_batches:
+        say(f"simulated {step.micro_batches} of {candidate.run.micro_batches} micro-batches; the rest repeat")
+    if trace is not None:
+        say(f"trace: {trace} (open it in ui.perfetto.dev)")
 
 
 def _simulate_stages(made: planner.GridPlan, json_out: Path | None, plot: Path | None) -> None:
@@ -217,9 +241,9 @@ def _simulate_stages(made: planner.GridPlan, json_out: Path | None, plot: Path |
     asked, best = made.request, made.best
     assert best.stages is not None and best.memory is not None
     timing = StageTimes(made.workload(best), best.grid, asked.machine, best.run)
-    found = timing.simulate(best.stages)
-    held = found.held([1 / (best.stages.count / best.stages.ranks)] * best.stages.count)
-    step = best.seconds - timing.estimate(best.stages) + found.seconds
+    timeline = timing.simulate(best.stages)
+    in_flight = timeline.held([1 / (best.stages.count / best.stages.ranks)] * best.stages.count)
+    step = best.seconds - timing.estimate(best.stages) + timeline.seconds
     values = {
         "grid": str(best.grid),
         "pipeline": best.stages.ranks,
@@ -227,28 +251,28 @@ def _simulate_stages(made: planner.GridPlan, json_out: Path | None, plot: Path |
         "cuts": list(best.stages.bounds[1:-1]),
         "micro_batches": best.run.micro_batches,
         "seconds": step,
-        "pipeline_s": found.seconds,
-        "bubble": found.bubble,
-        "busy_s": found.busy,
-        "in_flight": held,
+        "pipeline_s": timeline.seconds,
+        "bubble": timeline.bubble,
+        "busy_s": timeline.busy,
+        "in_flight": in_flight,
         "peak_memory_bytes": best.memory.total,
         "closed_form_s": best.seconds,
     }
     title = f"{asked.workload.name} on {best.name}, {best.run.micro_batches} micro-batches"
 
     def draw() -> tuple[dict[str, bytes], Callable[[], str]]:
-        return {"Pipeline": plots.pipeline_timeline(found, title)}, str
+        return {"Pipeline": plots.pipeline_timeline(timeline, title)}, str
 
     _write_outputs(json_out, values, None, str, plot, None, draw)
     if is_stdout(json_out):
         return
     blocks = [sum(best.stages.bounds[s + 1] - best.stages.bounds[s] for s in best.stages.of(rank))
-              for rank in range(found.ranks)]  # fmt: skip
-    rows = [[str(rank), str(blocks[rank]), f"{busy:.3f}", f"{found.seconds - busy:.3f}", f"{held[rank]:g}"]
-            for rank, busy in enumerate(found.busy)]  # fmt: skip
-    show_table(title, (["rank", "blocks", "busy s", "waits s", "micro-batches held"], rows))
-    say(f"stages of {output.cuts_text(best.stages)} blocks; bubble {100 * found.bubble:.1f}% of the pipeline's"
-        f" {found.seconds:.3f} s; one step {step:.3f} s, at most {best.memory.total / GIB:.1f} GiB a GPU;"
+              for rank in range(timeline.ranks)]  # fmt: skip
+    rows = [[str(rank), str(blocks[rank]), f"{busy:.3f}", f"{timeline.seconds - busy:.3f}", f"{in_flight[rank]:g}"]
+            for rank, busy in enumerate(timeline.busy)]  # fmt: skip
+    show_table(title, (["rank", "blocks", "busy s", "waits s", "micro-batches in_flight"], rows))
+    say(f"stages of {output.cuts_text(best.stages)} blocks; bubble {100 * timeline.bubble:.1f}% of the pipeline's"
+        f" {timeline.seconds:.3f} s; one step {step:.3f} s, at most {best.memory.total / GIB:.1f} GiB a GPU;"
         f" the closed form says {best.seconds:.3f} s")  # fmt: skip
 
 
@@ -302,7 +326,7 @@ def reproduce(
 def profile(
     ranks: Annotated[int, typer.Option(help="Local ranks; under torchrun its world counts.")] = 2,
     out: Annotated[Path, typer.Option(help="The machine file to write.")] = Path("machine.yaml"),
-    model: ModelName = "pythia-14m",
+    model: Model = "pythia-14m",
     rows: Annotated[int, typer.Option(help="Rows of the products before z shards them.")] = 2048,
     message: Annotated[str, typer.Option(help="Bytes of the large message: 64M.")] = "64M",
     repeats: Annotated[int, typer.Option(help="Repeats of every measurement; the best counts.")] = 5,
@@ -358,54 +382,6 @@ def tokens_of(text: str, *, batch: bool) -> int:
         if abs(power / value - 1) <= 0.05:
             return power
     return round(value)
-
-
-def _request(
-    model: str,
-    gpus: int,
-    machine_name: str,
-    batch_tokens: str,
-    tokens: str,
-    seq: int | None,
-    overlap: str,
-    gather: str,
-    checkpoint: bool,
-    zero: int,
-    precision: str = "bf16-mixed",
-    search: bool = False,
-    network: float = 0.0,
-    micro_batches: int = 0,
-    recompute_keeps: str = "nothing",
-    pipeline: str = "1",
-    schedule: str = "",
-    offload: str = "none",
-    sequence_parallel: bool = False,
-) -> planner.Request:
-    from axo.perf import machine, planner, readers
-
-    wanted = frozenset() if overlap.strip() in ("", "none") else frozenset(part.strip() for part in overlap.split(","))
-    on = machine.load(machine_name or machine.measured_here())
-    if network:
-        on = on.with_network(network)
-    if gpus > 0:
-        on = on.of_nodes(gpus)
-    workload = readers.read(model, seq_length=seq, checkpointed=checkpoint)
-    batch = tokens_of(batch_tokens, batch=True)
-    budget = float(tokens_of(tokens, batch=False))
-    if recompute_keeps not in ("nothing", "products"):
-        raise ValueError(f"recompute-keeps={recompute_keeps!r} is not one of nothing, products")
-    if offload not in ("none", "optimizer"):
-        raise ValueError(f"offload={offload!r} is not planned; use none, or optimizer")
-    asked = (workload, on, gpus, batch, budget, wanted, gather, zero, precision, search, micro_batches)
-    default = planner.SEARCHED if search else ("1f1b",)
-    return planner.Request(
-        *asked,
-        selective=recompute_keeps == "products",
-        offload=offload == "optimizer",
-        sequence_parallel=sequence_parallel,
-        pipeline=_counts(pipeline, gpus),
-        schedules=tuple(part.strip() for part in schedule.split(",")) if schedule else default,
-    )
 
 
 def _counts(text: str, gpus: int) -> tuple[int, ...]:
@@ -489,12 +465,12 @@ def _print_plan(made: planner.GridPlan, top: int, chosen: Candidate | None, gpu_
     for word, meaning in output.placeholders(made, top).items():
         say(f"  {word}: {meaning}")
     say(made.why(made.best))
-    found = others.others(made)
-    for one in found:
+    alternatives = others.others(made)
+    for one in alternatives:
         if one.candidate.time is not None and one.kind in others.EXPLAINED:
             say(made.why(one.candidate))
-    if found:
-        show_table("The best of each other choice", output.others_table(found, made.best))
+    if alternatives:
+        show_table("The best of each other choice", output.others_table(alternatives, made.best))
     if chosen is not None:
         say("")
         say(made.why(chosen))

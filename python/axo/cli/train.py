@@ -5,130 +5,125 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from typing import TYPE_CHECKING, Any, get_type_hints
+from collections.abc import Callable, Container, Iterable
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from axo.cli.errors import FAILED
 from axo.cli.output import say
-from axo.grid import check_ranks
+from axo.grid import Grid
 from axo.launch import Rank
-from axo.train.config import OUTPUT, RANKS, TrainConfig
+from axo.train.config import OUTPUT, RANKS, TrainConfig, overrides
 
 if TYPE_CHECKING:
     from axo.train import Outcome
 
-_PATHS = "More text, so that '--data A B C' is A, B and C."
-_RANKS = "With --grid auto and without torchrun: how many ranks to start."
-_MACHINE = "With --grid auto: a machine that axo plan knows, or a file; default: what axo profile wrote here."
-_DROP = "Fail unless the last 10 losses average at least this far under ln(vocabulary)."
-
-
+# What is text on the command line: its type there, and its default.
+_TEXTS: dict[Any, tuple[Any, str | None]] = {
+    Grid: (str, str(Grid())),
+    dict[str, Any]: (list[str] | None, None),
+    tuple[str, ...]: (list[str] | None, None),
+}
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 _OF_STAGES = ("schedule", "cuts", "microbatches")
 
 
-def train(context: typer.Context, **given: Any) -> None:
+def takes_fields(wanted: Container[str] | None = None, **defaults: Any) -> Callable[[Callable], Callable]:
+    """Let a command take fields of ``TrainConfig`` as options, in place of its ``**options``.
+
+    Args:
+        wanted: Their names; None: all.
+        defaults: Of this command, where they differ; ``...``: it must be given.
+    """
+
+    def decorate(command: Callable) -> Callable:
+        signature, types = inspect.signature(command, eval_str=True), get_type_hints(TrainConfig)
+        options = list[inspect.Parameter]()
+        for field in dataclasses.fields(TrainConfig):
+            if wanted is None or field.name in wanted:
+                kind, default = _TEXTS.get(types[field.name], (types[field.name], field.default))
+                shown, flag = field.metadata, f"--{field.metadata['name'] or field.name.replace('_', '-')}"
+                info = typer.Option(flag, metavar=shown["metavar"], help=shown["help"], rich_help_panel=shown["panel"])
+                default = defaults.get(field.name, default)
+                options.append(
+                    inspect.Parameter(field.name, _BY_NAME, default=default, annotation=Annotated[kind, info])
+                )
+        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        parameters = sorted([*options, *own], key=lambda each: each.kind)  # those with a place first
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def said(context: typer.Context, options: Iterable[str]) -> set[str]:
+    """Those of the options that the user has given."""
+    sources = {name: context.get_parameter_source(name) for name in options}
+    return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+
+
+@takes_fields()
+def train(
+    context: typer.Context,
+    paths: Annotated[
+        list[str] | None, typer.Argument(metavar="[PATH]...", help="More text, so that '--data A B C' is A, B and C.")
+    ] = None,
+    *,
+    expect_drop: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NATS",
+            help="Fail unless the last 10 losses average at least this far under ln(vocabulary).",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option(metavar="N", help="With --grid auto and without torchrun: how many ranks to start.",
+                          rich_help_panel=RANKS, show_default=False)
+    ] = 0,
+    machine: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="With --grid auto: a machine that axo plan knows, or a file;"
+                          " default: what axo profile wrote here.", rich_help_panel=RANKS, show_default=False)
+    ] = "",
+    **options: Any,
+) -> None:  # fmt: skip
     """Train a LitGPT model on a grid of ranks: new local ones, or those that torchrun started."""
-    paths, expect_drop = given.pop("paths") or [], given.pop("expect_drop")
-    ranks, machine = given.pop("ranks"), given.pop("machine")
-    said = {name for name in ("pipeline", *_OF_STAGES) if _is_said(context, name)}
-    automatic = given["grid"] == "auto"
-    if automatic:
-        given["grid"] = str(TrainConfig().grid)
+    given = said(context, options)
+    automatic = options["grid"] == "auto"
     for name, value in (("ranks", ranks), ("machine", machine)):
         if value and not automatic:
             raise ValueError(f"{name}={value} is for --grid auto; with a grid of your own leave it out")
-    if given["pipeline"] == 1 and (said & {"pipeline"} or not automatic):
+    if options["pipeline"] == 1 and ("pipeline" in given or not automatic):
         for name in _OF_STAGES:
-            if name in said:
-                raise ValueError(f"{name}={given[name]} is of pipeline stages; add --pipeline N, or leave it out")
-    given["data"] = [*(given["data"] or []), *paths]
-    for field in dataclasses.fields(TrainConfig):
-        read = field.metadata["option"].read
-        if read is not None:
-            given[field.name] = read(given[field.name] or [] if field.name != "grid" else given[field.name])
+            if name in given:
+                raise ValueError(f"{name}={options[name]} is of pipeline stages; add --pipeline N, or leave it out")
     if expect_drop is not None and not math.isfinite(expect_drop):
         raise ValueError(f"expect-drop={expect_drop} is not a finite number of nats")
-    config = TrainConfig(**given)
+    options["data"] = (*(options["data"] or ()), *(paths or ()))
+    options["model_overrides"] = overrides(options["model_overrides"] or ())
+    options["grid"] = Grid() if automatic else Grid.parse(options["grid"])
+    config = TrainConfig(**options)
     rank = Rank.from_environment()
     if automatic:
-        config = _planned(config, rank, ranks, machine, said)
-    if rank is not None:
-        check_ranks("train", config.grid, config.pipeline, rank.world_size)
-    from axo.train import early, models
+        from axo.train.auto import planned
 
-    # Before what takes seconds to import. Ranks of torchrun compare what each finds in its files.
-    found = early.check_here(config) if rank is None else None
-    if rank is not None and not models.names_file(config.model):
-        early.check_sizes(config)
+        config, why = planned(config, rank, ranks, machine, given)
+        if rank is None or rank.rank == 0:
+            say(why)
     from axo.integrations.litgpt.parsing import load
 
-    outcome = load("axo.train.runner", "run")(config, found)
+    outcome = load("axo.train.runner", "run")(config)
     if outcome is not None and not _tell(outcome, expect_drop):
         raise typer.Exit(FAILED)
 
 
-def _is_said(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
-
-
-def _planned(config: TrainConfig, rank: Rank | None, ranks: int, machine: str, said: set[str]) -> TrainConfig:
-    """``config`` with what the planner chooses; printed once."""
-    from axo.train.auto import chosen
-
-    if rank is not None and ranks not in (0, rank.world_size):
-        raise ValueError(f"ranks={ranks}, but {rank.world_size} ranks were started; leave it out")
-    if rank is None and ranks < 1:
-        raise ValueError("grid=auto does not know how many ranks to start; add --ranks N, or use torchrun")
-    config, why = chosen(config, ranks if rank is None else rank.world_size, machine, said)
-    if rank is None or rank.rank == 0:
-        say(why)
-    return config
-
-
-def _parameters() -> list[inspect.Parameter]:
-    """The command's parameters: one for each field of ``TrainConfig``, and two that are the command's own."""
-    found: dict[str, tuple[Any, Any]] = {
-        "paths": (list[str] | None, typer.Argument(None, metavar="[PATH]...", help=_PATHS))
-    }
-    types = get_type_hints(TrainConfig)
-    for field in dataclasses.fields(TrainConfig):
-        option = field.metadata["option"]
-        kind, default = types[field.name], field.default
-        if option.text is not None:
-            kind = option.text
-            default = str(TrainConfig().grid) if kind is str else None
-            kind = kind if kind is str else kind | None
-        names = [f"--{option.name or field.name.replace('_', '-')}"]
-        info = typer.Option(
-            default, *names, metavar=option.metavar, help=option.help, rich_help_panel=option.panel, show_default=True
-        )
-        found[field.name] = (kind, info)
-    drop = typer.Option(None, metavar="NATS", help=_DROP, rich_help_panel=OUTPUT)
-    found["expect_drop"] = (float | None, drop)
-    found["ranks"] = (int, typer.Option(0, metavar="N", help=_RANKS, rich_help_panel=RANKS, show_default=False))
-    found["machine"] = (
-        str,
-        typer.Option("", metavar="NAME|FILE", help=_MACHINE, rich_help_panel=RANKS, show_default=False),
-    )
-    by_name = inspect.Parameter.KEYWORD_ONLY
-    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    return [context] + [
-        inspect.Parameter(name, by_name, default=info, annotation=kind) for name, (kind, info) in found.items()
-    ]
-
-
-train.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
-train.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}
-
-
 def with_auto(arguments: list[str]) -> list[str]:
     """Let ``--resume`` alone mean ``--resume auto``: an option with an optional value, which typer does not have."""
-    found = []
+    words = []
     for argument, after in zip(arguments, [*arguments[1:], "-"], strict=False):
-        found += [argument, "auto"] if argument == "--resume" and after.startswith("-") else [argument]
-    return found
+        words += [argument, "auto"] if argument == "--resume" and after.startswith("-") else [argument]
+    return words
 
 
 def _tell(outcome: Outcome, expect_drop: float | None) -> bool:
@@ -140,15 +135,13 @@ def _tell(outcome: Outcome, expect_drop: float | None) -> bool:
     if outcome.stopped:
         say(f"stopped by {outcome.stopped} after {len(outcome.losses)} steps; go on with --resume auto")
         return True
-    line = (
+    fell = expect_drop is None or outcome.drop >= expect_drop
+    say(
         f"loss: {outcome.losses[0]:.3f} at first, {outcome.tail_loss:.3f} over the last {len(outcome.losses[-10:])} of "
         f"{len(outcome.losses)} steps, {outcome.drop:.3f} nats under "
         f"ln({outcome.vocabulary}) = {math.log(outcome.vocabulary):.3f}"
+        + (f" (at least {expect_drop:g}): {'ok' if fell else 'FAILED'}" if expect_drop is not None else "")
     )
-    fell = expect_drop is None or outcome.drop >= expect_drop
-    if expect_drop is not None:
-        line += f" (at least {expect_drop:g}): {'ok' if fell else 'FAILED'}"
-    say(line)
     if outcome.parity is not None:
         say(str(outcome.parity))
     return fell and (outcome.parity is None or outcome.parity.ok)

@@ -361,9 +361,9 @@ class Communicator:
             return self._nothing_pending(result) if async_op else result
         counted = target if source is None or op == "scatter" else source
         call = getattr(self._core, op)
-        if scale is not None and source is not None:
-            call, source, args = self._scaled(op, source, args, scale)
         send, receive, copies = core_buffers(op, source, target, self.rank)
+        if scale is not None and send is not None:
+            call, send, args = self._scaled(op, send, args, scale)
         args = core_arguments(op, send, receive, self.size, *args)
         if target is not None and written and not copies:
             _C.modified(target)  # the core writes behind autograd's back

@@ -80,14 +80,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def plain_input(tensor: torch.Tensor) -> torch.Tensor:
+def _plain_input(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def plain_output(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """The tensor, or a new contiguous buffer to copy back from."""
-    if is_plain(tensor):
-        return tensor
+def _plain_buffer(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """A new contiguous buffer to copy the tensor's values from."""
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise ValueError(f"{what}: the result tensor is expanded (several elements share memory); use .contiguous()")
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -158,20 +156,21 @@ def core_buffers(what: str, source: torch.Tensor | None, target: torch.Tensor | 
 
     In place is ``target is source``, or that the smaller one is the part of ``rank`` of the larger.
     """
-    if target is None:
-        return None if source is None else plain_input(source), None, ()
-    receive = plain_output(target, what)
-    copies = () if receive is target else ((target, receive),)
-    if source is None or source is target:
-        if copies:
-            receive.copy_(target.detach())
-        return None if source is None else receive, receive, copies
-    send = plain_input(source)
-    if not copies:
+    if target is not None and is_plain(target):
+        if source is None or source is target:
+            return source, target, ()
+        send = _plain_input(source)
         part, whole = (send, target) if send.nbytes <= target.nbytes else (target, send)
         in_place = what != "all_to_all_v" and part.nbytes < whole.nbytes
         check_overlap(what, whole, part, rank * part.nbytes if in_place else 0)
-    return send, receive, copies
+        return send, target, ()
+    sent = None if source is None else _plain_input(source)
+    if target is None:
+        return sent, None, ()
+    receive = _plain_buffer(target, what)
+    if source is None:
+        receive.copy_(target.detach())
+    return sent, receive, ((target, receive),)
 
 
 def core_arguments(

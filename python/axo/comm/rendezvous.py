@@ -23,6 +23,7 @@ process-id namespace of Linux; a rank of another one, or of another host, can on
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
@@ -32,11 +33,14 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from axo import __version__
 from axo.comm import secret
 from axo.comm.extension import _C
 from axo.errors import Error, PeerLost, Timeout, raised
+from axo.launch import STORE
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between looks at the store
 _CLOSER_LOOK_S = 0.25  # between looks at who has come, and who has died
@@ -59,13 +63,18 @@ class TimeLeft:
 
 
 def launchers_store(rank: int, world_size: int, seconds: float) -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT. Opened here where this is rank 0 and no launcher has opened it.
+    """The file that ``axo.launch`` names, else the store at MASTER_ADDR and MASTER_PORT.
+
+    The latter is opened here where this is rank 0 and no launcher has opened it.
 
     Raises:
         ValueError: The variables are missing, or no port. Timeout: Nobody answers there within ``seconds``, or not all
             ranks have come.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    launch, _, file = os.environ.get(STORE, "").partition(" ")
+    if file and launch == port:  # not where a rank of axo.launch has started torchrun, which gives a port of its own
+        return dist.FileStore(file, -1)  # -1: its folder is removed by who made it
     if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(
             f"connect: RANK and WORLD_SIZE are set, but MASTER_ADDR={address!r} and MASTER_PORT={port!r} do not name a"
@@ -94,6 +103,12 @@ def launchers_store(rank: int, world_size: int, seconds: float) -> dist.Store:
         f"{who}: not all ranks reached the store at {address}:{port} within {seconds:.3g} s; a rank died at start-up,"
         f" or never came ({why})"
     )
+
+
+@functools.cache
+def _program() -> str:
+    """What ranks must have in common: Axo, the sources of its extension, and torch."""
+    return f"axo {__version__} of sources {_C.sources_digest}, torch {torch.__version__}"
 
 
 def _on_a_thread(call: Callable[[], Any], seconds: float) -> Any:
@@ -168,11 +183,11 @@ class Meeting:
 
         Raises:
             Timeout: Ranks have not come in time; names them. PeerLost: One came and died meanwhile, or gave up; says
-                why.
+                why. ValueError: They run different versions of Axo or torch.
         """
         store, round_, seconds = self.store, self.round(place), self.left()
         keys = [f"{round_}/{other}" for other in range(self.size)]
-        secret.leave(store, keys[self.rank], f"{_C.this_thread()}\n{text}")
+        secret.leave(store, keys[self.rank], f"{_C.this_thread()}\n{_program()}\n{text}")
         closer_look = 0.0  # at each rank; it costs the store a question a rank
         for waited in _looks():
             if store.check(keys):
@@ -200,7 +215,14 @@ class Meeting:
                 missing = [other for other in range(self.size) if other not in arrived]
                 raise Timeout(f"{self.who}: ranks {missing} have not come within {waited:.3g} s; {_NOT_COME}{hint}")
         texts = zip(store.multi_get(keys), keys, range(self.size), strict=True)
-        return [self._opened(*each).partition("\n")[2] for each in texts]
+        told = [(*self._opened(*each).split("\n", 2), "", "")[:3] for each in texts]  # an older Axo says less
+        ranks: dict[str, list[int]] = {}
+        for rank, (_, program, _) in enumerate(told):
+            ranks.setdefault(program, []).append(rank)
+        if len(ranks) > 1:
+            each = "; ".join(f"ranks {', '.join(map(str, of_program))}: {name}" for name, of_program in ranks.items())
+            raise ValueError(f"{self.who}: the ranks run different programs ({each}); install the same on every host")
+        return [text for _, _, text in told]
 
     def _opened(self, data: bytes, key: str, rank: int) -> str:
         """What a rank has left in the store for the others."""

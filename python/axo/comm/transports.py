@@ -37,19 +37,17 @@ def meet(
     options: DeviceOptions,
     *,
     meeting: float,
-    threads: bool = False,
 ) -> Communicator:
     """The communicator of all ranks that meet under ``key`` in the store. Collective.
 
     ``seconds``: the time limit of its operations; ``meeting``: that of this call.
-    ``threads``: this rank is a thread, and others of this process use GPUs too.
     """
     if device.type == "cpu":
         core = host_core(store, key, rank, size, "world", seconds, meeting=meeting)
         return Communicator(core, name="world", axis="world")
     ask_for_launch_order()
     core_options = options.for_core(int(meeting * 1000), device.index)
-    core = _C.create_device_communicator(store, key, rank, size, core_options, threads)
+    core = _C.create_device_communicator(store, key, rank, size, core_options)
     core.set_timeout(int(seconds * 1000))
     return DeviceCommunicator(core, name="world", axis="world", device=device)
 

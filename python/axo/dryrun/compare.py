@@ -65,7 +65,7 @@ def representatives(config: TrainConfig) -> dict[int, int]:
     check(config)
     grid = config.grid
     comms = recording(grid, 0)
-    model = loop.build_shards(replace(config, pipeline=1), comms)
+    model, _ = loop.build_stages(replace(config, pipeline=1), comms)
     kinds: dict[tuple[object, ...], Placement] = {}
     for module in model.modules():
         if isinstance(module, ParallelLayer):
@@ -117,17 +117,17 @@ def run_all(config: TrainConfig, ranks: Iterable[int], processes: int | None = N
             for receiver in cast("list[Connection]", wait(list(running))):
                 rank, process = running[receiver]
                 try:
-                    found = receiver.recv()
+                    answer = receiver.recv()
                 except (EOFError, OSError):  # it has sent nothing, or not all
-                    found = ""
+                    answer = ""
                 process.join()
                 del running[receiver]
                 receiver.close()
-                if isinstance(found, ValueError):
-                    raise found
-                if isinstance(found, str):
-                    raise _failed(rank, found, process.exitcode)
-                records[rank] = found
+                if isinstance(answer, ValueError):
+                    raise answer
+                if isinstance(answer, str):
+                    raise _failed(rank, answer, process.exitcode)
+                records[rank] = answer
     finally:
         for _, process in running.values():
             process.kill()
@@ -161,7 +161,7 @@ def _failed(rank: int, trace: str, code: int | None) -> RankFailed:
 
 def compare(config: TrainConfig, records: list[Record]) -> list[Mismatch]:
     """Return the first mismatch of each communicator that these ranks share; empty: all match."""
-    found = []
+    bad = list[Mismatch | None]()
     for axis in (*AXES, "world", "everyone"):
         groups: dict[tuple[int, Coords | None], list[Record]] = {}
         for record in records:
@@ -171,14 +171,14 @@ def compare(config: TrainConfig, records: list[Record]) -> list[Mismatch]:
             groups.setdefault(key or (stage, coords._replace(**{axis: 0})), []).append(record)
         for group in groups.values():
             issued = [[each for each in record.issued if each.axis == axis] for record in group]
-            found += [_first(axis, group[0], other, issued[0], also) for other, also in zip(group, issued, strict=True)]
+            bad += [_first(axis, group[0], other, issued[0], also) for other, also in zip(group, issued, strict=True)]
     for one, other in itertools.permutations(records, 2):
         if one.rank % config.grid.world_size == other.rank % config.grid.world_size:
             to, of = (record.rank // config.grid.world_size for record in (other, one))
             sent = [each for each in one.issued if (each.op, each.peer) == ("send", to)]
             awaited = [each for each in other.issued if (each.op, each.peer) == ("recv", of)]
-            found.append(_first("pipeline", one, other, sent, awaited))
-    return sorted((bad for bad in found if bad is not None), key=lambda bad: bad.number)
+            bad.append(_first("pipeline", one, other, sent, awaited))
+    return sorted((one for one in bad if one is not None), key=lambda one: one.number)
 
 
 def _first(axis: str, one: Record, other: Record, mine: list[Issued], theirs: list[Issued]) -> Mismatch | None:

@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from axo.overlap.dispatch_modes import Onlooker
+from axo.overlap.dispatch_modes import ObservingMode
 from axo.overlap.pool import Pool
 
 WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
@@ -146,12 +146,12 @@ class Ledger:
         """Take note of what is there now."""
         if self._leaving:
             self._forget()
-        known = self._peaks.get(self.phase)
-        if known is None or self._total > known.total:
+        peak = self._peaks.get(self.phase)
+        if peak is None or self._total > peak.total:
             self._peaks[self.phase] = Peak(self.phase, {kind: self.now[kind] for kind in KINDS})
 
 
-class Following(Onlooker):
+class Following(ObservingMode):
     """Follows the storages of tensors with values."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -175,7 +175,7 @@ class FollowedPool(Pool):
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         caller = sys._getframe(1)
-        gathers = caller.f_globals["__name__"] in ("axo.overlap.gathers", "axo.overlap.exchange")
+        gathers = caller.f_globals["__name__"] in ("axo.overlap.gathers", "axo.overlap.engine")
         before, self._ledger.kind = self._ledger.kind, GATHERED if gathers else UNDER_WAY
         try:
             with self._mode:

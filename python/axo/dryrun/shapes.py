@@ -33,7 +33,7 @@ class _Result(NamedTuple):
     dtype: torch.dtype
 
 
-class _Known(NamedTuple):
+class _Outcome(NamedTuple):
     """What an operation gives: results, or None, in a ``form`` (a list, a tuple; None: the only one as it is)."""
 
     form: type | None
@@ -52,9 +52,9 @@ class Shaped(FakeTensor):
         for argument in args:
             first = argument[0] if type(argument) is list and argument else argument
             if isinstance(first, Shaped):
-                found = cast("Faking", first.fake_mode).again(func, args, kwargs or {})
-                if found is not NotImplemented:
-                    return found
+                result = cast("Faking", first.fake_mode).again(func, args, kwargs or {})
+                if result is not NotImplemented:
+                    return result
                 break
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
@@ -65,35 +65,35 @@ class Faking(FakeTensorMode):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._ledger = ledger
-        self._known: dict[tuple[Any, ...], _Known | None] = {}  # None: torch is asked each time
+        self._outcomes: dict[tuple[Any, ...], _Outcome | None] = {}  # None: torch is asked each time
         self._attributes: dict[str, Any] = {}  # of a tensor without values
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs: list[FakeTensor] = []
         key = _key(func, args, kwargs or {}, inputs)
-        known = None if key is None else self._known.get(key)
-        if known is not None:
-            return self._make(known, inputs)
+        outcome = None if key is None else self._outcomes.get(key)
+        if outcome is not None:
+            return self._make(outcome, inputs)
         before = [tensor.untyped_storage()._cdata for tensor in inputs]
         result = super().dispatch(func, types, args, kwargs or {})
         for tensor in tree_leaves(result) if isinstance(result, (tuple, list, dict)) else (result,):
             if isinstance(tensor, FakeTensor):
                 tensor.__class__ = Shaped
                 self._ledger.see(tensor)
-        if key is not None and key not in self._known:
+        if key is not None and key not in self._outcomes:
             same = key == _key(func, args, kwargs or {}, [])
             same &= before == [tensor.untyped_storage()._cdata for tensor in inputs]
-            self._known[key] = self._learn(func, result, inputs) if same else None
+            self._outcomes[key] = self._learn(func, result, inputs) if same else None
         return result
 
     def again(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What ``func`` gives where that is known, else NotImplemented."""
         inputs: list[FakeTensor] = []
         key = _key(func, args, kwargs, inputs)
-        known = None if key is None else self._known.get(key)
-        return NotImplemented if known is None else self._make(known, inputs)
+        outcome = None if key is None else self._outcomes.get(key)
+        return NotImplemented if outcome is None else self._make(outcome, inputs)
 
-    def _learn(self, func: Any, result: Any, inputs: list[FakeTensor]) -> _Known | None:
+    def _learn(self, func: Any, result: Any, inputs: list[FakeTensor]) -> _Outcome | None:
         if _BY_VALUE & set(func.tags) or torch.is_inference_mode_enabled():
             return None
         form = next((kind for kind in (list, tuple) if isinstance(result, kind)), None)
@@ -114,25 +114,25 @@ class Faking(FakeTensorMode):
             if same is not None:
                 continue
             self._attributes = self._attributes or {name: vars(one)[name] for name in vars(one) if name != "_is_param"}
-            made = self._tensor(like, inputs)
-            alike = torch._C._dispatch_key_set(made) == torch._C._dispatch_key_set(one)
-            if not alike or made.untyped_storage().nbytes() != storage.nbytes() or storage._cdata in fresh:
+            again = self._tensor(like, inputs)
+            alike = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(one)
+            if not alike or again.untyped_storage().nbytes() != storage.nbytes() or storage._cdata in fresh:
                 return None
             if of is None:
                 fresh.add(storage._cdata)
-        return _Known(form, tuple(results))
+        return _Outcome(form, tuple(results))
 
-    def _make(self, known: _Known, inputs: list[FakeTensor]) -> Any:
-        made: list[Any] = []
-        for one in known.results:
+    def _make(self, outcome: _Outcome, inputs: list[FakeTensor]) -> Any:
+        results: list[Any] = []
+        for one in outcome.results:
             if one is None or one.same is not None:
-                made.append(None if one is None else inputs[one.same])  # type: ignore[index]
+                results.append(None if one is None else inputs[one.same])  # type: ignore[index]
                 continue
             tensor = self._tensor(one, inputs)
             if one.of is None:
                 self._ledger.see(tensor)
-            made.append(tensor)
-        return made[0] if known.form is None else known.form(made)
+            results.append(tensor)
+        return results[0] if outcome.form is None else outcome.form(results)
 
     def _tensor(self, like: _Result, inputs: list[FakeTensor]) -> torch.Tensor:
         if like.of is None:
@@ -140,9 +140,9 @@ class Faking(FakeTensorMode):
         else:
             shape = torch.empty(0, dtype=like.dtype, device="meta")
             shape.set_(inputs[like.of].untyped_storage(), like.offset, like.shape, like.stride)
-        made = torch.Tensor._make_subclass(Shaped, shape, dispatch_device=True, device_for_backend_keys=_CPU)
-        vars(made).update(self._attributes)
-        return made
+        tensor = torch.Tensor._make_subclass(Shaped, shape, dispatch_device=True, device_for_backend_keys=_CPU)
+        vars(tensor).update(self._attributes)
+        return tensor
 
 
 def _key(func: Any, args: Any, kwargs: Any, inputs: list[FakeTensor]) -> tuple[Any, ...] | None:
@@ -155,11 +155,11 @@ def _key(func: Any, args: Any, kwargs: Any, inputs: list[FakeTensor]) -> tuple[A
         for name, value in kwargs.items():
             key.append(name)
             _add(key, (value,), inputs)
-        found = tuple(key)
-        hash(found)
+        whole = tuple(key)
+        hash(whole)
     except TypeError:
         return None
-    return found
+    return whole
 
 
 def _add(key: list[Any], arguments: Iterable[Any], inputs: list[FakeTensor]) -> None:

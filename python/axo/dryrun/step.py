@@ -48,9 +48,9 @@ from axo.nn import loss
 from axo.overlap.events import TracedWork
 from axo.overlap.model import engines
 from axo.train import loop
+from axo.train.check import check_step
 from axo.train.config import TrainConfig
 from axo.train.data import rank_rows
-from axo.train.early import check_step
 from axo.train.recipe import finish_model
 
 MOST = 1 << 20  # ranks of a grid
@@ -92,7 +92,7 @@ def check(config: TrainConfig) -> None:
     """Refuse what a dry run cannot do.
 
     Raises:
-        ValueError: An option is wrong (:func:`axo.train.early.check_step`), or the model has experts.
+        ValueError: An option is wrong (:func:`axo.train.check.check_step`), or the model has experts.
     """
     model = check_step(config)
     if config.ranks > MOST:
@@ -150,12 +150,12 @@ def _run(config: TrainConfig, comms: Communicators, fake: bool) -> Record:
         ledger.restart()
         saved = _step(trainer, ledger, mode)
         ledger.look()
-        held = {kind: ledger.there(kind) for kind in (WEIGHTS, OPTIMIZER)}
+        always = {kind: ledger.there(kind) for kind in (WEIGHTS, OPTIMIZER)}
         del trainer, built
     gc.collect()  # the model and its hooks refer to each other
     seconds = time.perf_counter() - started
     rank = comms.rank + comms.stage * config.grid.world_size
-    return Record(rank, list(issued), ledger.peak, ledger.peaks, held, ledger.most, saved, seconds)
+    return Record(rank, list(issued), ledger.peak, ledger.peaks, always, ledger.most, saved, seconds)
 
 
 def _two_chunks_for_all() -> AbstractContextManager[object]:
@@ -225,8 +225,8 @@ def _watched(forward: Callable[..., Any], ledger: Ledger, phase: str = "") -> Ca
 def _step(trainer: loop.Trainer, ledger: Ledger, mode: Faking | Following) -> int:
     """Run a step; the most bytes that were kept when a backward pass began."""
     config, comms = trainer.config, trainer.comms
-    rows = rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement).count
-    ids = torch.zeros(rows, config.seq_len, dtype=torch.int64)
+    rows = rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement)
+    ids = torch.zeros(len(rows), config.seq_len, dtype=torch.int64)
     ledger.call(ids, UNCOUNTED)
     saved = 0
     plain = trainer._loss_of

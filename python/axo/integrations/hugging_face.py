@@ -36,9 +36,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, PartialState, scheduler
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, recursively_apply
@@ -154,9 +155,8 @@ class GridAccelerator(Accelerator):
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         prepared = super().prepare_scheduler(scheduler)
-        if isinstance(prepared, AcceleratedScheduler):
-            prepared.__class__ = _Scheduler
-            prepared._axo_data_ranks = self.num_processes
+        if type(prepared) is AcceleratedScheduler:
+            prepared = self._schedulers[-1] = _Scheduler(prepared, _DataRanks(self.state, self._axo_comms))
         return prepared
 
     @contextmanager
@@ -250,26 +250,15 @@ def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embe
 
 
 class _Scheduler(AcceleratedScheduler):
-    """Steps once for each data rank, as accelerate's does for each process."""
+    """Steps once for each data rank, as accelerate's does for each process; ``state`` says how many there are."""
 
-    _axo_data_ranks: int
+    def __init__(self, stock: AcceleratedScheduler, state: _DataRanks) -> None:
+        super().__init__(stock.scheduler, stock.optimizers, stock.step_with_optimizer, stock.split_batches)
+        self._state = state
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        if self.step_with_optimizer and not self.split_batches:
-            if not self.gradient_state.sync_gradients:
-                if self.gradient_state.adjust_scheduler:
-                    self.scheduler._step_count += 1
-                return
-            if any(optimizer.step_was_skipped for optimizer in self.optimizers):
-                return
-            for _ in range(self._axo_data_ranks):
-                if (
-                    not hasattr(self.scheduler, "total_steps")
-                    or self.scheduler._step_count <= self.scheduler.total_steps
-                ):
-                    self.scheduler.step(*args, **kwargs)
-            return
-        super().step(*args, **kwargs)
+        with mock.patch.object(scheduler, "AcceleratorState", lambda: self._state):
+            super().step(*args, **kwargs)
 
 
 class GridTrainer:

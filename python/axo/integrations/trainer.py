@@ -57,7 +57,7 @@ from axo.integrations.fabric.figures import Figures
 from axo.integrations.fabric.loader import EachOnce, SharedLoader, with_batches
 from axo.integrations.fabric.strategy import AxoStrategy as FabricStrategy
 from axo.integrations.fabric.strategy import count_data_ranks
-from axo.nn.clip import total_norm
+from axo.optim.clip import total_norm
 
 _POSITION = "axo_data"  # where the run stands in its data; under Lightning's own key a run without Axo would refuse it
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from axo.comm.communicator import Communicator
     from axo.comm.connect import Communicators
     from axo.comm.work import Work
-    from axo.overlap.exchange import Sum
+    from axo.overlap.events import TracedWork
 
 __all__ = [
     "BACKWARD",
@@ -167,7 +167,9 @@ class Algorithm(ABC):
         return ValueError(f"algorithm {self.name!r} cannot use grid {grid}; it needs {wanted}")
 
 
-def ahead(steps: Iterable[int], fetch: Callable[[int], tuple[Sum, ...]]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+def ahead(
+    steps: Iterable[int], fetch: Callable[[int], tuple[Work | TracedWork, ...]]
+) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Yield (step, what ``fetch(step)`` brought), where each step's blocks travel while the one before multiplies.
 
     Args:
@@ -175,7 +177,7 @@ def ahead(steps: Iterable[int], fetch: Callable[[int], tuple[Sum, ...]]) -> Iter
         fetch: Issues what a step needs and gives pending works, whose ``wait()`` gives tensors.
     """
     order = list(steps)
-    pending: tuple[Sum, ...] = fetch(order[0]) if order else ()
+    pending: tuple[Work | TracedWork, ...] = fetch(order[0]) if order else ()
     for index, step in enumerate(order):
         current, pending = pending, fetch(order[index + 1]) if index + 1 < len(order) else ()
         yield step, tuple(work.wait() for work in current)

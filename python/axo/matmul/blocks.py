@@ -23,6 +23,7 @@ Not here: second derivatives (refused); the tuner's choices, fused products.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -30,12 +31,13 @@ import torch
 from axo.comm.connect import Communicators
 from axo.matmul.algorithm import accumulator, add_product, ahead
 from axo.matmul.product import DistributedMatmul, begin_backward, keep_for_backward, no_autocast
-from axo.matmul.products import compute_dtype
+from axo.matmul.products import LayerProducts, compute_dtype
 from axo.matmul.shared_input import InputSum
+from axo.overlap import Overlap
+from axo.overlap.autograd import SKIP
 from axo.overlap.dispatch_modes import hidden
+from axo.overlap.engine import Exchange
 from axo.overlap.events import TracedWork, span
-from axo.overlap.exchange import Completed, Sum
-from axo.overlap.gradients import SKIP
 from axo.placement import Placement
 
 
@@ -48,15 +50,24 @@ def layer_matmul(
     grad_reduce: str = "mean",
     gather_cache: str | int = "all",
 ) -> DistributedMatmul:
-    """The product of the algorithm that ``comms`` is arranged for; arguments as for :class:`DistributedMatmul`.
+    """The product of the algorithm that ``comms`` is arranged for.
 
     A weight that lies as Tesseract's embedding does is gathered over x, as axonn's over z, and multiplied at once.
+
+    Args:
+        comms: The communicators of the grid.
+        placement: Where the weight lies.
+        in_axis, out_axis: As for :class:`DistributedMatmul`.
+        grad_reduce: ``"mean"`` or ``"sum"`` over the data ranks.
+        gather_cache: As in ``axo.Overlap``, for the engine of a layer that is part of no model's.
+
+    Raises:
+        ValueError: An option is not known.
     """
+    exchange = Exchange(comms, placement, grad_reduce, Overlap(gather_cache=gather_cache, bucket_bytes=0))
     blocks = comms.arrangement.square and placement.splits != comms.arrangement.table
     kind = BlockMatmul if blocks else DistributedMatmul
-    matmul = kind(
-        comms, placement, in_axis=in_axis, out_axis=out_axis, grad_reduce=grad_reduce, gather_cache=gather_cache
-    )
+    matmul = kind(exchange, LayerProducts(exchange, placement), in_axis=in_axis, out_axis=out_axis)
     if comms.arrangement.square:
         matmul.products.rows_agree = False  # no product runs with a collective over z: its weight is not cut there
     return matmul
@@ -73,27 +84,20 @@ class BlockMatmul(DistributedMatmul):
             return self.products.alone(input, weight, bias)
         return _BlockProduct.apply(input, weight, bias, self, torch.is_grad_enabled())
 
-    def broadcast(self, axis: str, mine: torch.Tensor, root: int) -> Sum:
+    def broadcast(self, axis: str, mine: torch.Tensor, root: int) -> TracedWork:
         """Start to send the block of rank ``root`` along ``axis``; all blocks are of one shape."""
-        engine, name = self.exchange.engine, self.exchange.name
-        line = engine.comms.axis(axis)
-        block = mine.contiguous()
+        engine = self.exchange.engine
+        line, block = engine.communicators[axis], mine.contiguous()
         if line.rank != root:
             block = engine.pool.allocate(tuple(mine.shape), mine.dtype, mine.device)
-        if engine.overlap.all_gather:
-            return TracedWork(engine, line.broadcast(block, root, async_op=True), block, "broadcast", axis, name)
-        with span(engine.events, "wait", "broadcast", axis, name):
-            return Completed(line.broadcast(block, root))
+        call, name = functools.partial(line.broadcast, block, root), self.exchange.name
+        return engine.start(call, block, "broadcast", axis, name, pending=engine.overlap.all_gather)
 
-    def reduce(self, axis: str, partial: torch.Tensor, root: int, op: str, overlapped: bool) -> Sum:
+    def reduce(self, axis: str, partial: torch.Tensor, root: int, op: str, overlapped: bool) -> TracedWork:
         """Start to add ``partial`` up over ``axis``; the sum is in it at rank ``root``."""
-        engine, name = self.exchange.engine, self.exchange.name
-        line = engine.comms.axis(axis)
-        if overlapped:
-            return TracedWork(engine, line.reduce(partial, root, op, async_op=True), partial, "reduce", axis, name)
-        with span(engine.events, "wait", "reduce", axis, name):
-            line.reduce(partial, root, op)
-        return Completed(partial)
+        engine = self.exchange.engine
+        call, name = functools.partial(engine.communicators[axis].reduce, partial, root, op), self.exchange.name
+        return engine.start(call, partial, "reduce", axis, name, pending=overlapped)
 
 
 class _BlockProduct(torch.autograd.Function):
@@ -113,7 +117,7 @@ class _BlockProduct(torch.autograd.Function):
         block, held = exchange.forward_block(weight, dtype, recording=recording, wanted=needs_input)
         with hidden(), span(exchange.engine.events, "compute", "forward", "", exchange.name):
             total = accumulator(rows, rows.shape[0], block.shape[0])
-            steps = range(exchange.size("x"))
+            steps = range(exchange.sizes["x"])
             fetch = lambda t: (matmul.broadcast("y", rows, t), matmul.broadcast("x", block, t))  # noqa: E731
             for _, (rows_t, block_t) in ahead(steps, fetch):
                 add_product(total, rows_t, block_t.t())
@@ -168,11 +172,11 @@ class _Backward:
         self.matmul, self.grad, self.block, self.rows = matmul, grad, block, rows
         self.exchange, self.overlap = matmul.exchange, matmul.exchange.engine.overlap
         self.reduced = self.exchange.engine.gradients.cast  # to the dtype that gradients are reduced in
-        self.sums: list[Sum] = []
+        self.sums: list[TracedWork] = []
 
     def run(self) -> None:
         """Multiply. Afterwards dW is summed over x; dI may be on its way."""
-        q, events, name = self.exchange.size("x"), self.exchange.engine.events, self.exchange.name
+        q, events, name = self.exchange.sizes["x"], self.exchange.engine.events, self.exchange.name
         steps = [*range(q if self.block is not None else 0), *range(q, 2 * q if self.rows is not None else q)]
         weight_sums = []
         for step, (received,) in ahead(steps, self._fetch):
@@ -188,8 +192,8 @@ class _Backward:
         for each in weight_sums:
             each.wait()
 
-    def _fetch(self, step: int) -> tuple[Sum]:
-        q = self.exchange.size("x")
+    def _fetch(self, step: int) -> tuple[TracedWork]:
+        q = self.exchange.sizes["x"]
         if step < q:
             assert self.block is not None
             return (self.matmul.broadcast("x", self.block, step),)
@@ -206,5 +210,5 @@ class _Backward:
 
     def grad_input(self) -> torch.Tensor:
         """This rank's block of dI, complete."""
-        found = [each.wait() for each in self.sums]
-        return found[self.exchange.comms.coords.y]
+        blocks = [each.wait() for each in self.sums]
+        return blocks[self.exchange.comms.coords.y]

@@ -20,7 +20,7 @@ A layer's own way is always a candidate: product and then all-reduce for the for
 does without this (``axo.overlap``), the all-reduce behind the product dW. Where it wins, nothing is fused. Bytes are
 the same either way; a collective in C chunks is C calls.
 
-Not here: when the engine can hide a collective (``axo.overlap.exchange`` says).
+Not here: when the engine can hide a collective (``axo.overlap.engine`` says).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class FusedProducts:
             name = self._name(kind, axis, product)
             if name not in self._sites:
                 self._sites[name] = self._kept(name, product, device)
-            found = self._sites[name]
+            choice = self._sites[name]
         else:
             if site not in self._sites:  # on all ranks alike, also on one whose own product is empty
                 judge = self.on(axis) if self._tuner is None else self._tuner.comm
@@ -133,8 +133,8 @@ class FusedProducts:
                 else:
                     chosen = self._tuner.choose_fused(OPERATION[kind], largest, device, _GATHERED, on=self.on(axis))
                     self._sites[site] = _fused(chosen)
-            found = self._sites[site] if product.flops or axis == "z" else None  # empty on the whole line of x or y
-        return found if found is None or found.chunks <= self._travelling(kind, product, axis) else None
+            choice = self._sites[site] if product.flops or axis == "z" else None  # empty on the whole line of x or y
+        return choice if choice is None or choice.chunks <= self._travelling(kind, product, axis) else None
 
     def _name(self, kind: str, axis: str, product: Product) -> str:
         return fused_name(OPERATION[kind], _GATHERED, self._comms.grid.size(axis), product, self.on(axis).caps)
@@ -160,9 +160,9 @@ class FusedProducts:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(m, k), (n / size, k), (n,) -> (m, n), and the (n, k) gathered over ``axis``."""
         self.calls += 1
-        found = run_all_gather(a, shard, self.on(axis), "NT", _GATHERED, way_of(choice, "NT"), bias)
-        assert found[1] is not None
-        return found[0], found[1]
+        product, gathered = run_all_gather(a, shard, self.on(axis), "NT", _GATHERED, way_of(choice, "NT"), bias)
+        assert gathered is not None
+        return product, gathered
 
     def scatter(
         self, choice: Choice, a: torch.Tensor, b: torch.Tensor, axis: str, op: str, out: torch.Tensor

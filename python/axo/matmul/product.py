@@ -22,22 +22,20 @@ Not here: second derivatives (``create_graph=True`` is refused).
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
 
-from axo.comm.connect import Communicators
+from axo.matmul.fused import FusedSum
 from axo.matmul.products import LayerProducts, compute_dtype
 from axo.matmul.shared_input import InputSum
-from axo.overlap import Overlap
+from axo.overlap.autograd import LATER, NOW, SKIP, has_hooks, hows, version_of
 from axo.overlap.dispatch_modes import hidden
-from axo.overlap.events import computed, span
-from axo.overlap.exchange import Exchange
-from axo.overlap.gathers import Gathered, version_of
-from axo.overlap.gradients import LATER, NOW, SKIP, has_hooks, how
-from axo.overlap.quantized import QuantizedWeight
-from axo.placement import Placement
-from axo_kernels.tune.choice import Choice
+from axo.overlap.engine import Exchange
+from axo.overlap.events import TracedWork
+from axo.overlap.gathers import Gathered
+from axo.quantized import QuantizedWeight
 
 _unsafe_view = torch.ops.aten._unsafe_view.default  # a packet of overloads looks for the right one at every call
 _NOTHING = contextlib.nullcontext()
@@ -47,33 +45,27 @@ class DistributedMatmul:
     """What one layer's product needs to know; holds communicators, never a tensor.
 
     Args:
-        comms: The communicators of the grid.
-        placement: Where the weight lies.
+        exchange: The layer's collectives.
+        products: What it computes between them.
         in_axis: The axis that splits in_features, over which the output is summed; None: it stays a partial sum.
         out_axis: The axis that splits out_features, over which dI is summed; None: it stays a partial sum.
-        grad_reduce: ``"mean"`` or ``"sum"`` over the data ranks.
-        gather_cache: As in ``axo.Overlap``, for the engine of a layer that is part of no model's.
-
-    Raises:
-        ValueError: An option is not known.
+        owner: How messages call the layer.
     """
 
     def __init__(
         self,
-        comms: Communicators,
-        placement: Placement,
+        exchange: Exchange,
+        products: LayerProducts,
         *,
         in_axis: str | None,
         out_axis: str | None,
-        grad_reduce: str = "mean",
-        gather_cache: str | int = "all",
+        owner: str = "Linear",
     ) -> None:
-        overlap = Overlap(gather_cache=gather_cache, bucket_bytes=0)
-        self.exchange = Exchange(comms, placement, grad_reduce, overlap)
-        self.products = LayerProducts(comms, placement)
+        self.exchange, self.products, self.owner = exchange, products, owner
         self.in_axis, self.out_axis = in_axis, out_axis
-        self.sums_output = self.exchange.size(in_axis) > 1
-        self._one_rank = comms.grid.world_size == 1
+        self.sums_output = exchange.sizes[in_axis] > 1
+        self.sums_input_grad = exchange.sizes[out_axis] > 1
+        self._one_rank = exchange.comms.grid.world_size == 1
 
     def __call__(
         self,
@@ -100,32 +92,41 @@ class _Product(torch.autograd.Function):
         recording: bool,
         input_sum: InputSum | None,
     ) -> torch.Tensor:
-        dtype = compute_dtype(input)
-        exchange, products = matmul.exchange, matmul.products
-        events = exchange.engine.events
-        needs_input = ctx.needs_input_grad[0]
-        rows = (input if input.dtype is dtype else input.to(dtype)).reshape(-1, input.shape[-1])
+        dtype, exchange, products = compute_dtype(input), matmul.exchange, matmul.products
+        rows = input if input.dtype is dtype else input.to(dtype)
+        if products.flat:
+            rows = rows.reshape(-1, input.shape[-1])
         bias_cast = None if bias is None else bias.to(dtype)
-        partial = matmul.sums_output
-        first_bias = None if partial else bias_cast
-        fuses = products.fuses
-        gathering = _gathering(matmul, rows, weight, first_bias) if fuses and exchange.waits_for_gather() else None
-        block, held = exchange.forward_block(weight, dtype, recording=recording, wanted=needs_input, gather=gathering)
-        output, fused = None if gathering is None else gathering.output, None
-        if output is None and fuses and partial:
-            with span(events, "compute", "forward", "", exchange.name):
-                fused = products.fused_forward(rows, block, matmul.in_axis)
-                output = products.forward(rows, block, first_bias) if fused is None else fused
-        elif output is None:
-            output = computed(events, "forward", exchange.name, products.forward, rows, block, first_bias)
-        if partial:
-            if fused is None:
-                output = exchange.reduce(output, matmul.in_axis)
-            if bias_cast is not None:
-                with hidden():
-                    output += bias_cast
+        sums, fuses = matmul.sums_output, products.fuses
+        added = None if sums else bias_cast
+        choice = products.gathering(rows, matmul.in_axis) if fuses and exchange.waits_for_gather() else None
+        partial: torch.Tensor | None = None
+
+        def gather() -> torch.Tensor:
+            """The block, multiplied as it comes; called if the engine has it from nowhere else."""
+            nonlocal partial
+            assert choice is not None
+            partial, gathered = products.gather_forward(choice, rows, exchange.shard(weight, dtype), added)
+            return gathered
+
+        block, held = exchange.forward_block(
+            weight,
+            dtype,
+            recording=recording,
+            wanted=ctx.needs_input_grad[0],
+            gather=None if choice is None else gather,
+        )
+        output = products.fused_forward(rows, block, matmul.in_axis) if fuses and sums and partial is None else None
+        if output is None:
+            partial = products.forward(rows, block, added) if partial is None else partial
+            output = exchange.reduce(partial, matmul.in_axis) if sums else partial
+        if sums and bias_cast is not None:
+            with hidden():
+                output += bias_cast if products.flat else bias_cast.view(-1, 1, 1)
         keep_for_backward(ctx, matmul, input, rows, weight, bias, held)
         ctx.input_sum = input_sum
+        if not products.flat:
+            return output
         # not a view: an operation in place (``nn.ReLU(inplace=True)``) may come next, and torch forbids that on a view
         return _unsafe_view(output, [*input.shape[:-1], output.shape[-1]])
 
@@ -133,46 +134,43 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad, rows, how_input, how_weight, how_bias = begin_backward(ctx, grad_output)
         matmul, exchange, products = ctx.matmul, ctx.matmul.exchange, ctx.matmul.products
-        weight, bias, events = ctx.weight, ctx.bias, exchange.engine.events
+        weight, bias = ctx.weight, ctx.bias
         input_sum: InputSum | None = ctx.input_sum
-        out_axis = matmul.out_axis if input_sum is None else None
+        sums = matmul.sums_input_grad and input_sum is None
         grad_input = grad_weight = grad_bias = None
+        summing: FusedSum | TracedWork | None = None
         with no_autocast(grad.device):
             if how_input != SKIP:
                 block = exchange.backward_block(ctx.held, weight, ctx.dtype)
-                if products.fuses:
-                    with span(events, "compute", "dI", "", exchange.name):
-                        grad_input = products.start_fused_grad_input(grad, block, out_axis)
-                        partial = products.grad_input(grad, block) if grad_input is None else None
-                else:
-                    partial = computed(events, "dI", exchange.name, products.grad_input, grad, block)
-                if partial is not None:
-                    grad_input = exchange.start_reduce(partial, out_axis)
-                del block, partial
+                if products.fuses and sums:
+                    summing = products.start_fused_grad_input(grad, block, matmul.out_axis)
+                if summing is None:
+                    grad_input = products.grad_input(grad, block, ctx.input_shape)
+                    summing = exchange.start_reduce(grad_input, matmul.out_axis) if sums else None
+                del block
                 ctx.held = None
-                exchange.release_block()
             if how_weight != SKIP:
-                behind = input_sum if grad_input is not None and input_sum is not None and _hides_sum(ctx) else None
+                hides = how_input != SKIP and input_sum is not None and _hides_sum(ctx)
+                behind = input_sum.products_behind() if hides and input_sum is not None else None
                 grad_weight = exchange.gradient(
                     how_weight, weight, lambda: _weight_product(ctx, how_weight, grad, rows), behind
                 )
             if how_bias != SKIP:
                 grad_bias = exchange.gradient(
-                    how_bias, bias, lambda: exchange.vector_gradient(how_bias, bias, grad.sum(0, dtype=bias.dtype))
+                    how_bias,
+                    bias,
+                    lambda: exchange.vector_gradient(how_bias, bias, grad.sum(products.row_dims, dtype=bias.dtype)),
                 )
-        return (
-            None if grad_input is None else grad_input.wait().view(ctx.input_shape).to(ctx.input_dtype),
-            grad_weight,
-            grad_bias,
-            None,
-            None,
-            None,
-        )
+            if summing is not None:
+                grad_input = summing.wait()
+        if grad_input is not None:
+            grad_input = grad_input.view(ctx.input_shape).to(ctx.input_dtype)
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
 def _hides_sum(ctx: Any) -> bool:
     """Whether dW runs behind the sum: this one took the shared input first, so its backward comes last."""
-    return ctx.input_sum is not None and ctx.input_sum.first is ctx.matmul and how(ctx, 1) == LATER
+    return ctx.input_sum.exchange is ctx.matmul.exchange and hows(ctx, 1, 2) == [LATER]
 
 
 def keep_for_backward(
@@ -184,24 +182,28 @@ def keep_for_backward(
     bias: torch.Tensor | None,
     held: Gathered | None,
 ) -> None:
-    """Keep what the backward pass needs of a forward: ``rows`` is ``input`` in two dims and in the compute dtype."""
+    """Keep what the backward pass needs of a forward: ``rows`` is ``input`` as it was multiplied."""
     ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
     ctx.weight, ctx.bias, ctx.version, ctx.held = weight, bias, version_of(weight), held
     ctx.matmul, ctx.dtype, ctx.input_dtype, ctx.input_shape = matmul, rows.dtype, input.dtype, input.shape
 
 
 def begin_backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str, str, str]:
-    """Check that a backward pass may run: its dO in two dims, the rows, and how dI, dW and db are wanted.
+    """Check that a backward pass may run: its dO as it is multiplied, the rows, and how dI, dW and db are wanted.
 
     Raises:
         RuntimeError: ``create_graph=True``, or the weight has changed since the forward.
     """
     exchange = ctx.matmul.exchange
-    refuse_create_graph("Linear")
+    owner = ctx.matmul.owner
+    if torch.is_grad_enabled():
+        refuse_create_graph(owner)
     if version_of(ctx.weight) != ctx.version:
-        check_unchanged(f"Linear {exchange.name!r}" if exchange.name else "Linear", ctx.weight, ctx.version)
+        check_unchanged(f"{owner} {exchange.name!r}" if exchange.name else owner, ctx.weight, ctx.version)
     rows, _ = ctx.saved_tensors
-    grad = grad_output.reshape(ctx.input_shape[:-1].numel(), grad_output.shape[-1])  # may have 0 columns
+    grad = grad_output
+    if ctx.matmul.products.flat:
+        grad = grad.reshape(ctx.input_shape[:-1].numel(), grad.shape[-1])  # may have 0 columns
     if torch.compiler.is_compiling():
         how_input, how_weight, how_bias = (NOW if needs else SKIP for needs in ctx.needs_input_grad[:3])
     else:
@@ -212,35 +214,25 @@ def begin_backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, t
 def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
     """The gradient of the weight, on its way; None: it comes to .grad later."""
     exchange, products, weight = ctx.matmul.exchange, ctx.matmul.products, ctx.weight
-    events = exchange.engine.events
     with no_autocast(grad.device):
-        if exchange.leaves_whole(how):
-            if _adds(ctx, grad, rows, _grad_to_add_to(ctx, grad.dtype)):
+        if how == NOW and exchange.leaves_whole():
+            kept = _grad_to_add_to(ctx, grad.dtype)
+            if kept is not None and products.add_grad_weight(grad, rows, kept):
                 torch.autograd.graph.increment_version(weight.grad)
                 return None
-            whole = computed(events, "dW", exchange.name, products.grad_weight, grad, rows)
-            return whole.to(weight).view(weight.shape)
+            return products.grad_weight(grad, rows).to(weight).view(weight.shape)
         scattering = products.scattering(grad) if products.fuses and exchange.waits_for_scatter(how, weight) else None
         if scattering is not None:
-            into, shard = exchange.shard_buffer(how, weight, rows.shape[1], grad)
-            with span(events, "compute", "dW", "", exchange.name):
-                products.scatter_grad_weight(scattering, grad, rows, exchange.op, shard)
-            return exchange.shard_gradient(weight, into)
-        if _adds(ctx, grad, rows, exchange.kept_block(how, weight, grad.dtype)):
-            exchange.engine.gradients.added(weight)
+            into, shard = exchange.gradient_buffer(how, weight, rows.shape[1], grad, scattered=True)
+            products.scatter_grad_weight(scattering, grad, rows, exchange.op, shard)
+            return exchange.weight_gradient(how, weight, into, scattered=True)
+        kept = exchange.kept_block(how, weight, grad.dtype) if exchange.engine.defers else None
+        if kept is not None and products.add_grad_weight(grad, rows, kept):
+            exchange.engine.expect(weight)
             return None
-        into, grad_block = exchange.gradient_buffer(how, weight, rows.shape[1], grad)
-        computed(events, "dW", exchange.name, products.grad_weight, grad, rows, grad_block)
+        into, grad_block = exchange.gradient_buffer(how, weight, math.prod(weight.shape[1:]), grad)
+        products.grad_weight(grad, rows, grad_block)
         return exchange.weight_gradient(how, weight, into)
-
-
-def _adds(ctx: Any, grad: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor | None) -> bool:
-    """Whether the product could be added to ``kept``, the fp32 sum so far, as it was computed."""
-    exchange, products = ctx.matmul.exchange, ctx.matmul.products
-    adding = None if kept is None else products.adding(grad, rows)
-    if adding is not None:
-        computed(exchange.engine.events, "dW", exchange.name, products.add_grad_weight, adding, grad, rows, kept)
-    return adding is not None
 
 
 def _grad_to_add_to(ctx: Any, dtype: torch.dtype) -> torch.Tensor | None:
@@ -248,41 +240,11 @@ def _grad_to_add_to(ctx: Any, dtype: torch.dtype) -> torch.Tensor | None:
     kept = ctx.weight.grad
     if kept is None or kept.dtype != torch.float32 or dtype.itemsize != 2 or not kept.is_contiguous():
         return None
-    if how(ctx, 1) != LATER or has_hooks(ctx.weight) or ctx.matmul.exchange.weight_phase is not None:
+    if hows(ctx, 1, 2) != [LATER] or has_hooks(ctx.weight) or ctx.matmul.exchange.weight_phase is not None:
         return None
     if kept.is_cuda and torch.cuda.current_stream(kept.device) != torch.cuda.default_stream(kept.device):
         return None  # autograd adds on the stream of the parameter, and orders the two
     return kept.view(len(kept), -1)
-
-
-def _gathering(
-    matmul: DistributedMatmul, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> _Gathering | None:
-    choice = matmul.products.gathering(rows, matmul.in_axis)
-    return None if choice is None else _Gathering(matmul, choice, rows, weight, bias)
-
-
-class _Gathering:
-    """The forward product while its weight is gathered: called only if the engine has the block from nowhere else."""
-
-    def __init__(
-        self,
-        matmul: DistributedMatmul,
-        choice: Choice,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> None:
-        self.matmul, self.choice, self.rows, self.weight, self.bias = matmul, choice, rows, weight, bias
-        self.output: torch.Tensor | None = None
-
-    def __call__(self) -> torch.Tensor:
-        """The block; the product is in ``output``."""
-        exchange, products = self.matmul.exchange, self.matmul.products
-        shard = exchange.shard(self.weight, self.rows.dtype)
-        with span(exchange.engine.events, "compute", "forward", "", exchange.name):
-            self.output, block = products.gather_forward(self.choice, self.rows, shard, self.bias)
-        return block
 
 
 def check_unchanged(owner: str, weight: torch.Tensor, version: int) -> None:

@@ -27,10 +27,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ import torch.nn.functional as F
 
 from axo.comm.connect import Communicators
 from axo.matmul.fused import FusedProducts, FusedSum, published
+from axo.overlap.engine import Exchange
+from axo.overlap.events import span
 from axo.placement import Placement
 from axo.settings import value_of
 from axo_kernels.comm.communicator import FusedCommunicator
@@ -48,6 +51,8 @@ from axo_kernels.tune.runners import Runner
 from axo_kernels.tune.tuner import Tuner, runner
 
 LAYOUT = {"forward": "NT", "grad_input": "NN", "grad_weight": "TN"}
+_RECORDED_AS = {"forward": "forward", "grad_input": "dI", "grad_weight": "dW"}  # in ``axo.overlap.record``
+Result = TypeVar("Result")
 _MEETING_S = 300.0
 # Seconds for the timed rounds of one product at a first step: a model has a dozen.
 _BUDGET_S = 0.3
@@ -91,42 +96,48 @@ class Products:
             return Choice("vendor", product.layout)
         if self.tuner.comm is None:
             return self.tuner.choose(product, device) if product.flops else Choice("vendor", product.layout)
-        found = self._sites.get(site)
-        if found is None:
+        choice = self._sites.get(site)
+        if choice is None:
             m, n, k = (int(size) for size in self.tuner.comm.maximum([product.m, product.n, product.k]))
             largest = replace(product, m=m, n=n, k=k)
-            found = self.tuner.choose(largest, device) if largest.flops else Choice("vendor", product.layout)
-            self._sites[site] = found
-        return found
+            choice = self.tuner.choose(largest, device) if largest.flops else Choice("vendor", product.layout)
+            self._sites[site] = choice
+        return choice
 
 
 def products_of(comms: Communicators) -> Products:
     """The products of a grid, made once and kept with its communicators. Every rank must ask at some time."""
-    found = comms.attached.get("products")
-    if not isinstance(found, Products):
-        found = comms.attached["products"] = Products(comms)
-    return found
+    products = comms.attached.get("products")
+    if not isinstance(products, Products):
+        products = comms.attached["products"] = Products(comms)
+    return products
 
 
 class LayerProducts:
-    """The products of one layer.
+    """The products of one layer, in the record of its engine.
 
     Args:
-        comms: The communicators of the grid.
+        exchange: The layer's.
         placement: Where the layer's weight lies.
 
     Attributes:
         rows_agree: Whether ranks along z call the layer with alike numbers of rows; if not (experts), none of its
             products runs with a collective over z.
         fuses: Whether any product of this layer could run with its collective as one.
+        flat: Whether inputs and outputs are multiplied as matrices, in two dims.
+        row_dims: The dims of an output that a bias does not have.
     """
 
-    def __init__(self, comms: Communicators, placement: Placement) -> None:
+    flat = True
+    row_dims: int | tuple[int, ...] = 0
+
+    def __init__(self, exchange: Exchange, placement: Placement) -> None:
         self.rows_agree = True
-        self.products = products_of(comms)
+        self._exchange = exchange
+        self.products = products_of(exchange.comms)
         self._calls = self.products.calls
         self._site = (placement.global_shape, placement.splits, placement.blocks)
-        self._features, self._even = _shares(comms, placement)
+        self._features, self._even = _shares(exchange.comms, placement)
         self._runs: dict[Any, Runner] = {}
         self._adding: dict[Any, Runner | None] = {}
         self._whole: dict[Any, bool] = {}
@@ -144,24 +155,48 @@ class LayerProducts:
 
     def forward(self, rows: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """(m, k), (n, k), (n,) -> (m, n)."""
+        run = self._runs.get(("forward", rows.shape, block.shape, rows.dtype)) or self._find("forward", rows, block)
+        if self._exchange.engine.events is not None:
+            return self._run("forward", run, rows, block, bias)
         self._calls["forward"] += 1
-        run = self._runs.get(("forward", rows.shape, block.shape, rows.dtype))
-        return (run or self._find("forward", rows, block))(rows, block, bias)
+        return run(rows, block, bias)
 
-    def grad_input(self, grad: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-        """(m, n), (n, k) -> (m, k)."""
-        self._calls["grad_input"] += 1
+    def grad_input(self, grad: torch.Tensor, block: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """(m, n), (n, k) -> (m, k). ``shape`` is the input's, which a convolution cannot tell from the others."""
         run = self._runs.get(("grad_input", grad.shape, block.shape, grad.dtype))
-        return (run or self._find("grad_input", grad, block))(grad, block)
+        run = run or self._find("grad_input", grad, block)
+        if self._exchange.engine.events is not None:
+            return self._run("grad_input", run, grad, block)
+        self._calls["grad_input"] += 1
+        return run(grad, block)
 
     def grad_weight(self, grad: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """(m, n), (m, k) -> (n, k), into ``out`` when given."""
-        self._calls["grad_weight"] += 1
         run = self._runs.get(("grad_weight", grad.shape, rows.shape, grad.dtype))
-        return (run or self._find("grad_weight", grad, rows))(grad, rows, out)
+        run = run or self._find("grad_weight", grad, rows)
+        if self._exchange.engine.events is not None:
+            return self._run("grad_weight", run, grad, rows, out)
+        self._calls["grad_weight"] += 1
+        return run(grad, rows, out)
 
-    def adding(self, grad: torch.Tensor, rows: torch.Tensor) -> Runner | None:
-        """The kernel that adds the gradient of the weight to an fp32 sum as it computes it; None: none was chosen."""
+    def _run(self, kind: str, run: Callable[..., Result], *operands: Any) -> Result:
+        """Count a product, and record it if the layer's engine has a record."""
+        self._calls[kind] += 1
+        events = self._exchange.engine.events
+        if events is None:
+            return run(*operands)
+        with span(events, "compute", _RECORDED_AS[kind], "", self._exchange.name):
+            return run(*operands)
+
+    def add_grad_weight(self, grad: torch.Tensor, rows: torch.Tensor, total: torch.Tensor) -> bool:
+        """(m, n), (m, k) -> added to the fp32 (n, k) ``total`` as it is computed, if a kernel was chosen that can."""
+        run = self._adding_kernel(grad, rows)
+        if run is None:
+            return False
+        self._run("grad_weight", partial(run, out=total, accumulate=True), grad, rows)
+        return True
+
+    def _adding_kernel(self, grad: torch.Tensor, rows: torch.Tensor) -> Runner | None:
         key = (grad.shape, rows.shape, grad.dtype)
         if key not in self._adding:
             _keep_short(self._adding)
@@ -173,26 +208,19 @@ class LayerProducts:
                     self._adding[key] = runner(choice, LAYOUT["grad_weight"])
         return self._adding[key]
 
-    def add_grad_weight(self, run: Runner, grad: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """(m, n), (m, k) -> added to the fp32 (n, k) by what :meth:`adding` gave."""
-        self._calls["grad_weight"] += 1
-        run(grad, rows, out=out, accumulate=True)
-
     def fused_forward(self, rows: torch.Tensor, block: torch.Tensor, axis: str | None) -> torch.Tensor | None:
         """(m, k), (n, k) -> the (m, n) summed over ``axis``; None where the product and its sum are to run apart."""
-        found = self._start("forward", rows, block, axis)
-        return None if found is None else found.wait()
+        choice = self._fused_choice("forward", rows, axis)
+        if choice is None or axis is None:
+            return None
+        return self._run("forward", lambda: self.products.fused.start(choice, rows, block, axis, "NT").wait())
 
     def start_fused_grad_input(self, grad: torch.Tensor, block: torch.Tensor, axis: str | None) -> FusedSum | None:
         """(m, n), (n, k) -> the (m, k) on its way to the sum over ``axis``; None as above."""
-        return self._start("grad_input", grad, block, axis)
-
-    def _start(self, kind: str, a: torch.Tensor, block: torch.Tensor, axis: str | None) -> FusedSum | None:
-        choice = self._fused_choice(kind, a, axis)
+        choice = self._fused_choice("grad_input", grad, axis)
         if choice is None or axis is None:
             return None
-        self._calls[kind] += 1
-        return self.products.fused.start(choice, a, block, axis, LAYOUT[kind])
+        return self._run("grad_input", self.products.fused.start, choice, grad, block, axis, "NN")
 
     def gathering(self, rows: torch.Tensor, in_axis: str | None) -> Choice | None:
         """How to multiply (m, k) with a weight that is gathered over z meanwhile; None: gather, then multiply."""
@@ -206,8 +234,7 @@ class LayerProducts:
         self, choice: Choice, rows: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(m, k), this rank's (n/Gz, k), (n,) -> (m, n) and the whole (n, k)."""
-        self._calls["forward"] += 1
-        return self.products.fused.gather(choice, rows, shard, bias, "z")
+        return self._run("forward", self.products.fused.gather, choice, rows, shard, bias, "z")
 
     def scattering(self, grad: torch.Tensor) -> Choice | None:
         """How to compute the gradient of the weight while it is scattered over z; None: one after the other."""
@@ -217,8 +244,7 @@ class LayerProducts:
         self, choice: Choice, grad: torch.Tensor, rows: torch.Tensor, op: str, out: torch.Tensor
     ) -> None:
         """(m, n), (m, k) -> this rank's (n/Gz, k), reduced over z by ``op``, into ``out``."""
-        self._calls["grad_weight"] += 1
-        self.products.fused.scatter(choice, grad, rows, "z", op, out)
+        self._run("grad_weight", self.products.fused.scatter, choice, grad, rows, "z", op, out)
 
     def _fused_choice(self, kind: str, a: torch.Tensor, axis: str | None) -> Choice | None:
         fused = self.products.fused
@@ -339,8 +365,8 @@ def _in_fp8(kind: str, scaling: str) -> Runner:
     def grad_weight(grad: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if over := -len(rows) % fp8.MULTIPLE:  # the GPU sums over whole multiples; zeros change no maximum and no sum
             grad, rows = (F.pad(each, (0, 0, 0, over)) for each in (grad, rows))
-        found = product(grad.t(), rows)
-        return found if out is None else out.copy_(found)
+        result = product(grad.t(), rows)
+        return result if out is None else out.copy_(result)
 
     runs: dict[str, Runner] = {"forward": forward, "grad_input": product, "grad_weight": grad_weight}
     return runs[kind]
@@ -381,10 +407,10 @@ class _ModelRanks(FusedCommunicator):
         self._device = comms.device
 
     def maximum(self, values: list[float]) -> list[float]:
-        found = torch.tensor(values, dtype=torch.float64, device=self._device)
+        largest = torch.tensor(values, dtype=torch.float64, device=self._device)
         for line in self._lines:
-            line.all_reduce(found, "max")
-        return found.tolist()
+            line.all_reduce(largest, "max")
+        return largest.tolist()
 
     @property
     def _decisions(self) -> torch.device:

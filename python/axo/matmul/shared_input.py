@@ -17,44 +17,43 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from axo.matmul.products import compute_dtype
-from axo.overlap.weight_phase import DeferredProducts, WeightPhase, WeightProduct
-
-if TYPE_CHECKING:
-    from axo.matmul.product import DistributedMatmul
+from axo.overlap.engine import Exchange
+from axo.overlap.weight_phase import DeferredProducts, WeightPhase
 
 
 class InputSum:
     """The sum of the gradients of one input, of one forward pass. Holds no tensor: nodes of the graph hold it.
 
     Args:
-        first: The product that took the input first.
+        exchange: That of the layer which took the input first.
+        axis: The axis that it sums over.
         shared: Where others find it.
     """
 
-    def __init__(self, first: DistributedMatmul, shared: SharedInput) -> None:
-        self.first = first
+    def __init__(self, exchange: Exchange, axis: str | None, shared: SharedInput) -> None:
+        self.exchange, self._axis = exchange, axis
         self._shared = weakref.ref(shared)
-        self._work: list[tuple[int, DeferredProducts]] = []
+        self._task, self._products = -1, DeferredProducts()
 
-    def put_off(self, weight: torch.Tensor, product: WeightProduct) -> None:
-        """Compute ``product``, which fills ``weight.grad``, when the sum of this backward pass is under way."""
-        self._work.append((torch._C._current_graph_task_id(), [(weight, product)]))
+    def products_behind(self) -> DeferredProducts:
+        """Where to put products of weights that are to run while the sum of this backward pass travels."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # what is left of another was of a pass that an exception has ended
+            self._task, self._products = task, DeferredProducts()
+        return self._products
 
     def reduce(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Sum the partial dI over ranks; what was put off runs meanwhile."""
         shared = self._shared()
         if shared is not None:
             shared.close(self)
-        under_way = None if grad is None else self.first.exchange.start_reduce(grad, self.first.out_axis)
-        now, work, self._work = torch._C._current_graph_task_id(), self._work, []
-        for task, products in work:
-            if task == now:  # not of a pass that an exception has ended
-                WeightPhase.run(products)
+        under_way = None if grad is None else self.exchange.start_reduce(grad, self._axis)
+        WeightPhase.run(self.products_behind())
         return None if under_way is None else under_way.wait()
 
 
@@ -70,19 +69,24 @@ class SharedInput:
         self._last: _SharedTensor | None = None  # until all layers have come, or another input, or backward
 
     def share(
-        self, matmul: DistributedMatmul, input: torch.Tensor, cut: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        exchange: Exchange,
+        axis: str | None,
+        input: torch.Tensor,
+        cut: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, InputSum]:
-        """What ``matmul`` is to multiply instead of ``input``, and where its dI is summed.
+        """What a layer is to multiply instead of ``input``, and where its dI is summed.
 
         Args:
+            exchange, axis: The layer's, and the axis over which it sums dI.
             cut: Takes this rank's features out of ``input``.
         """
         last, dtype = self._last, compute_dtype(input)
-        if last is None or not last.serves(matmul, input, dtype):
-            sum = InputSum(matmul, self)
+        if last is None or not last.serves(exchange, input, dtype):
+            sum = InputSum(exchange, axis, self)
             tensor: torch.Tensor = _SumOverRanks.apply(cut(input.to(dtype)), sum)
             last = self._last = _SharedTensor(weakref.ref(input), input._version, tensor, sum, set())
-        last.by.add(matmul)
+        last.by.add(exchange)
         if len(last.by) == self._layers:
             self._last = None
         return last.tensor, last.sum
@@ -104,12 +108,12 @@ class _SharedTensor(NamedTuple):
     version: int
     tensor: torch.Tensor
     sum: InputSum
-    by: set[DistributedMatmul]
+    by: set[Exchange]
 
-    def serves(self, matmul: DistributedMatmul, input: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether ``matmul`` takes the same tensor, unchanged, and for the first time."""
+    def serves(self, exchange: Exchange, input: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether this layer takes the same tensor, unchanged, and for the first time."""
         same = self.input() is input and self.version == input._version and self.tensor.dtype == dtype
-        return same and matmul not in self.by
+        return same and exchange not in self.by
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -4,13 +4,12 @@ What moves between ranks is in ``axo.matmul``; where a tensor lies is in ``axo.p
 
     layer                            what all of them share
     linear, conv, embedding, norm, group_norm, dropout, loss, goldfish    the layers
-    replicated, elsewhere            modules that stay serial, and those that another pipeline stage has
+    replicated, placeholder          modules that stay serial, and those that another pipeline stage has
     init, generator, randomness      first values and random numbers that agree between ranks
     chain, shared_input, sequence    whether layers fit each other, share an input, or split tokens over x
-    clip, torch_utils, quantize      on the parameters of a model
+    torch_utils, quantize, shard_reads    on the parameters of a model: torch's utilities, few bits, who reads them
 """
 
-from axo.nn.clip import clip_grad_norm_
 from axo.nn.conv import Conv2d
 from axo.nn.dropout import Dropout
 from axo.nn.embedding import Embedding
@@ -20,6 +19,7 @@ from axo.nn.linear import Features, Linear
 from axo.nn.loss import CrossEntropyLoss, cross_entropy
 from axo.nn.norm import LayerNorm, RMSNorm
 from axo.nn.shared_input import share_input
+from axo.optim.clip import clip_grad_norm_
 
 __all__ = [
     "Conv2d",

@@ -18,20 +18,37 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-if TYPE_CHECKING:
-    from axo.nn.layer import ParallelLayer
+from axo.comm.connect import Communicators
+
+
+class Splitting(Protocol):
+    """A layer that takes features split over one axis, and leaves them split over one (None: whole)."""
+
+    @property
+    def comms(self) -> Communicators: ...
+    @property
+    def in_axis(self) -> str | None: ...
+    @property
+    def out_axis(self) -> str | None: ...
+    @property
+    def feature_dim(self) -> int: ...
+    @property
+    def first_without_history(self) -> bool: ...
+    def label(self) -> str: ...
+    def extra_repr(self) -> str: ...
+
 
 Sizes = Sequence[int]
 _outputs = WeakTensorKeyDictionary()  # without a history -> (mark, layer); an attribute would be pickled with it
 _MARKED = 64  # elements
 
 
-def leave(output: torch.Tensor, layer: ParallelLayer) -> None:
+def leave(output: torch.Tensor, layer: Splitting) -> None:
     """Note, in the history of ``output`` or beside it, that ``layer`` made it."""
     if output.grad_fn is not None:
         _notes(output.grad_fn)["axo_layer"] = layer, output.dim() + layer.feature_dim
@@ -39,7 +56,7 @@ def leave(output: torch.Tensor, layer: ParallelLayer) -> None:
         _outputs[output] = _mark(output), weakref.ref(layer)
 
 
-def check(input: torch.Tensor, layer: ParallelLayer) -> bool:
+def check(input: torch.Tensor, layer: Splitting) -> bool:
     """Whether ``input`` had a history; all layers that it comes from fit ``layer``.
 
     Raises:
@@ -59,7 +76,7 @@ def check(input: torch.Tensor, layer: ParallelLayer) -> bool:
     return True
 
 
-def _check_pair(before: ParallelLayer, layer: ParallelLayer, moved: bool) -> None:
+def _check_pair(before: Splitting, layer: Splitting, moved: bool) -> None:
     left, taken = _ranks_over(before, before.out_axis), _ranks_over(layer, layer.in_axis)
     if left == taken or layer.comms is not before.comms or (moved and None in (left, taken)):
         return
@@ -70,7 +87,7 @@ def _check_pair(before: ParallelLayer, layer: ParallelLayer, moved: bool) -> Non
     )
 
 
-def _makers(input: torch.Tensor, dim: int) -> Iterator[tuple[ParallelLayer, bool]]:
+def _makers(input: torch.Tensor, dim: int) -> Iterator[tuple[Splitting, bool]]:
     """The layers that features in ``dim`` of ``input`` come from, and whether dims moved on the way."""
     assert input.grad_fn is not None
     waiting: list[tuple[Any, int, int, bool]] = [(input.grad_fn, input.output_nr, dim, False)]
@@ -88,9 +105,9 @@ def _makers(input: torch.Tensor, dim: int) -> Iterator[tuple[ParallelLayer, bool
             if source is None:
                 continue
             before = tuple(source._input_metadata[output].shape)
-            found = rule(node, dim, before, after)
-            if found is not None and 0 <= found < len(before) and before[found] == after[dim]:
-                state = source, output, found, moved or rule is not _aligned
+            source_dim = rule(node, dim, before, after)
+            if source_dim is not None and 0 <= source_dim < len(before) and before[source_dim] == after[dim]:
+                state = source, output, source_dim, moved or rule is not _aligned
                 if state not in seen:
                     seen.add(state)
                     waiting.append(state)
@@ -224,11 +241,11 @@ def _mark(tensor: torch.Tensor) -> object:
     return None if tensor.is_nested or tensor.is_meta else tensor.reshape(-1)[:_MARKED].tolist()
 
 
-def _notes(node: torch.autograd.graph.Node) -> dict[str, tuple[ParallelLayer, int]]:
+def _notes(node: torch.autograd.graph.Node) -> dict[str, tuple[Splitting, int]]:
     return node.metadata  # type: ignore[return-value]  # a property, which torch declares as a method
 
 
-def _ranks_over(layer: ParallelLayer, axis: str | None) -> str | None:
+def _ranks_over(layer: Splitting, axis: str | None) -> str | None:
     return axis if axis is not None and layer.comms.grid.size(axis) > 1 else None
 
 
@@ -236,5 +253,5 @@ def _split(axis: str | None) -> str:
     return "whole" if axis is None else f"split over {axis}"
 
 
-def _shown(layer: ParallelLayer) -> str:
+def _shown(layer: Splitting) -> str:
     return f"{layer.label()} ({layer.extra_repr()})"

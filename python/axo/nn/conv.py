@@ -18,8 +18,7 @@ Not here: groups where x or y is above 1 (refused), 1-D and 3-D convolutions, se
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,15 +26,11 @@ from torch import nn
 
 from axo.comm.connect import Communicators, check_comms
 from axo.matmul import cost
-from axo.matmul.product import check_unchanged, no_autocast, refuse_create_graph
-from axo.matmul.products import compute_dtype
+from axo.matmul.product import DistributedMatmul, no_autocast
+from axo.matmul.products import LayerProducts
 from axo.nn.layer import ParallelLayer, default_device, label_of
 from axo.overlap import Overlap
-from axo.overlap.dispatch_modes import hidden
-from axo.overlap.events import span
-from axo.overlap.exchange import Exchange
-from axo.overlap.gathers import version_of
-from axo.overlap.gradients import SKIP
+from axo.overlap.engine import Exchange
 from axo.placement import Placement, check_divides, check_whole
 from axo.sharding import cut_features
 
@@ -117,9 +112,16 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         self.in_axis, self.out_axis = in_axis, out_axis
         self.in_features_whole, self.out_features_whole = in_channels, out_channels
         self.scatter_input, self.gather_output = scatter_input, gather_output
-        overlap = Overlap(gather_cache=gather_cache, bucket_bytes=0)
-        self.exchange = Exchange(comms, placements["weight"], grad_reduce, overlap)
+        self.exchange = Exchange(
+            comms, placements["weight"], grad_reduce, Overlap(gather_cache=gather_cache, bucket_bytes=0)
+        )
         self.exchanges = (self.exchange,)
+        left, _, top, _ = self._reversed_padding_repeated_twice
+        padding_inside = (top, left) if self._pad_is_inside() else (0, 0)
+        products = _Convolutions(
+            self.exchange, placements["weight"], like.stride, padding_inside, like.dilation, like.groups
+        )
+        self.matmul = DistributedMatmul(self.exchange, products, in_axis=in_axis, out_axis=out_axis, owner="Conv2d")
         if not bias:
             self.register_parameter("bias", None)
         self._add_parameters(default_device(device, comms), dtype)
@@ -144,27 +146,22 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         if input.dim() not in (3, 4) or input.shape[-3] != channels:
             raise ValueError(
                 f"{self.label()}: input of shape {tuple(input.shape)} must be (N, {channels}, H, W), with this rank's"
-                f" part of in_channels={self.in_channels} over {self.in_axis}={self.exchange.size(self.in_axis)};"
+                f" part of in_channels={self.in_channels} over {self.in_axis}={self.exchange.sizes[self.in_axis]};"
                 " axo.shard_input(layer, tensor) cuts a whole one"
             )
         batch = input if input.dim() == 4 else input.unsqueeze(0)
-        batch, padding = self._pad(batch)
-        if self.comms.grid.world_size == 1 and self.exchange.weight_phase is None:
-            output = F.conv2d(batch, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
-        else:
-            output = _Convolution.apply(batch, self.weight, self.bias, self, padding, torch.is_grad_enabled())
+        output = self.matmul(self._pad(batch), self.weight, self.bias)
         if self.first_pass:
             self._first_pass(input, output)
         output = self._gather_if_asked(output)
         return output if input.dim() == 4 else output.squeeze(0)
 
-    def _pad(self, batch: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+    def _pad(self, batch: torch.Tensor) -> torch.Tensor:
         """What a convolution's own zero padding cannot say is padded before it."""
-        left, right, top, bottom = self._reversed_padding_repeated_twice
         if self._pad_is_inside():
-            return batch, (top, left)
+            return batch
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        return F.pad(batch, (left, right, top, bottom), mode=mode), (0, 0)
+        return F.pad(batch, self._reversed_padding_repeated_twice, mode=mode)
 
     def cost(
         self, batch: int, height: int, width: int, *, itemsize: int = 4, input_grad: bool = True
@@ -215,101 +212,62 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         return f"{super().extra_repr()}, {kind}, grid={self.comms.grid}, weight on this rank={tuple(self.weight.shape)}"
 
 
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        layer: Conv2d,
-        padding: tuple[int, int],
-        recording: bool,
-    ) -> torch.Tensor:
-        dtype, exchange = compute_dtype(input), layer.exchange
-        needs_input, needs_weight = ctx.needs_input_grad[:2]
-        batch = input.to(dtype)
-        block, held = exchange.forward_block(weight, dtype, recording=recording, wanted=needs_input)
-        block = block.view(exchange.block_rows, *weight.shape[1:])
-        partial = exchange.size(layer.in_axis) > 1
-        shift = None if bias is None else bias.to(dtype)
-        with no_autocast(input.device), span(exchange.engine.events, "compute", "forward", "", exchange.name):
-            own_shift = None if partial else shift
-            output = F.conv2d(batch, block, own_shift, layer.stride, padding, layer.dilation, layer.groups)
-        if partial:
-            output = exchange.reduce(output, layer.in_axis)
-            if shift is not None:
-                with hidden():
-                    output += shift.view(-1, 1, 1)
-        ctx.save_for_backward(batch if needs_weight else None, weight)
-        ctx.weight, ctx.bias, ctx.version, ctx.held = weight, bias, version_of(weight), held
-        ctx.layer, ctx.padding, ctx.dtype = layer, padding, dtype
-        ctx.input_dtype, ctx.input_shape = input.dtype, input.shape
-        return output
+class _Convolutions(LayerProducts):
+    """The products of a convolution on this rank: with the kernel's area in k, in the place of a linear layer's.
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_create_graph("Conv2d")
-        layer, exchange, weight = ctx.layer, ctx.layer.exchange, ctx.weight
-        check_unchanged(layer.label(), weight, ctx.version)
-        batch, _ = ctx.saved_tensors
-        how_input, how_weight, how_bias = exchange.hows(ctx)
-        events = exchange.engine.events
-        grad_input = grad_weight = grad_bias = None
-        shape = (exchange.block_rows, *weight.shape[1:])
-        with no_autocast(grad_output.device):
-            if how_input != SKIP:
-                block = exchange.backward_block(ctx.held, weight, ctx.dtype).view(shape)
-                like = grad_output.new_empty(1).expand(ctx.input_shape)  # only its shape matters
-                with span(events, "compute", "dI", "", exchange.name):
-                    partial = _convolution_backward(ctx, grad_output, like, block, 0)
-                grad_input = exchange.start_reduce(partial, layer.out_axis)
-                del block
-                ctx.held = None
-                exchange.release_block()
-            if how_weight != SKIP:
-                grad_weight = exchange.gradient(
-                    how_weight, weight, lambda: _weight_product(ctx, how_weight, grad_output, batch, shape)
-                )
-            if how_bias != SKIP:
-                grad_bias = exchange.gradient(
-                    how_bias,
-                    ctx.bias,
-                    lambda: exchange.vector_gradient(
-                        how_bias, ctx.bias, grad_output.sum((0, 2, 3), dtype=ctx.bias.dtype)
-                    ),
-                )
-        return (
-            None if grad_input is None else grad_input.wait().to(ctx.input_dtype),
-            grad_weight,
-            grad_bias,
-            None,
-            None,
-            None,
+    Args:
+        exchange, placement: As for :class:`LayerProducts`.
+        stride, padding, dilation, groups: Of the convolution; ``padding`` is what zeros it pads inside.
+    """
+
+    flat, row_dims = False, (0, 2, 3)
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        placement: Placement,
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+    ) -> None:
+        super().__init__(exchange, placement)
+        self.fuses = False
+        self._sizes, self._groups = (stride, padding, dilation), groups
+        self._block_shape = (exchange.block_rows, *placement.local_shape()[1:])
+
+    def forward(self, rows: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """(N, C, H, W), (n, columns), (n,) -> (N, n, H', W')."""
+        with no_autocast(rows.device):
+            return self._run("forward", F.conv2d, rows, self._kernel(block), bias, *self._sizes, self._groups)
+
+    def grad_input(self, grad: torch.Tensor, block: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """(N, n, H', W'), (n, columns) -> (N, C, H, W), which is ``shape``."""
+        assert shape is not None
+        like = grad.new_empty(1).expand(shape)  # only its shape matters
+        return self._run("grad_input", self._backward, grad, like, self._kernel(block), 0)
+
+    def grad_weight(self, grad: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """(N, n, H', W'), (N, C, H, W) -> (n, columns), into ``out`` when given."""
+        like = grad.new_empty(1).expand(self._block_shape)
+        result = self._run("grad_weight", self._backward, grad, rows, like, 1).flatten(1)
+        return result if out is None else out.copy_(result)
+
+    def add_grad_weight(self, grad: torch.Tensor, rows: torch.Tensor, total: torch.Tensor) -> bool:
+        """Not as it is computed."""
+        return False
+
+    def alone(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The layer on a grid of one rank, by torch."""
+        return F.conv2d(input, weight, bias, *self._sizes, self._groups)
+
+    def _kernel(self, block: torch.Tensor) -> torch.Tensor:
+        return block.view(self._block_shape)
+
+    def _backward(self, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, which: int) -> torch.Tensor:
+        """The gradient of the input (0) or of the weight (1)."""
+        wanted = [which == 0, which == 1, False]
+        result = torch.ops.aten.convolution_backward(
+            grad, input, weight, None, *self._sizes, False, [0, 0], self._groups, wanted
         )
-
-
-def _weight_product(
-    ctx: Any, how: str, grad: torch.Tensor, batch: torch.Tensor, shape: tuple[int, ...]
-) -> torch.Tensor | None:
-    """The gradient of the weight, on its way; None: it comes to .grad later."""
-    exchange, weight = ctx.layer.exchange, ctx.weight
-    columns = math.prod(weight.shape[1:])  # this rank may have no rows
-    with no_autocast(grad.device):
-        into, grad_block = exchange.gradient_buffer(how, weight, columns, grad)
-        like = grad.new_empty(1).expand(shape)
-        with span(exchange.engine.events, "compute", "dW", "", exchange.name):
-            grad_block.copy_(_convolution_backward(ctx, grad, batch, like, 1).flatten(1))
-        return exchange.weight_gradient(how, weight, into)
-
-
-def _convolution_backward(
-    ctx: Any, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, which: int
-) -> torch.Tensor:
-    """The gradient of the input (0) or of the weight (1)."""
-    layer = ctx.layer
-    wanted = [which == 0, which == 1, False]
-    sizes = (layer.stride, ctx.padding, layer.dilation)
-    return torch.ops.aten.convolution_backward(grad, input, weight, None, *sizes, False, [0, 0], layer.groups, wanted)[
-        which
-    ]
+        return result[which]

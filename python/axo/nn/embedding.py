@@ -27,8 +27,8 @@ from axo.matmul.product import refuse_create_graph
 from axo.nn import chain
 from axo.nn.layer import ParallelLayer, default_device, label_of
 from axo.nn.sequence import scatter_sequence
-from axo.overlap.exchange import Exchange
-from axo.overlap.gradients import SKIP
+from axo.overlap.autograd import SKIP
+from axo.overlap.engine import Exchange
 from axo.placement import Placement, check_divides, check_whole
 
 
@@ -181,7 +181,7 @@ class _Lookup(torch.autograd.Function):
         exchange, vocabulary = layer.exchange, layer.vocabulary
         ctx.weight, ctx.vocabulary, ctx.padding_idx, ctx.exchange = weight, vocabulary, layer.padding_idx, exchange
         block, _ = exchange.forward_block(weight, weight.dtype, recording=recording, wanted=False)
-        if exchange.size(layer.vocabulary_axis) == 1:
+        if exchange.sizes[layer.vocabulary_axis] == 1:
             return F.embedding(ids, block)
         low, high = vocabulary
         if low == high:

@@ -87,14 +87,14 @@ def torch_mask(
         return keep
     wide = tokens.to(torch.int64)
     state = torch.full((*tokens.shape[:-1], length - h), _SEED, dtype=torch.int64, device=tokens.device)
-    known = torch.ones_like(state, dtype=torch.bool)
+    hashed = torch.ones_like(state, dtype=torch.bool)
     for offset in range(h):
         token = wide[..., offset : offset + length - h]
-        known &= token != ignore_index
+        hashed &= token != ignore_index
         state = (state ^ token) * _PRIME
         state ^= (state >> 33) & _LOW31  # int64 shifts copy the sign; the mask makes it an unsigned shift
     bucket = ((state >> 32) & _LOW31) % k
-    keep[..., h:] = (bucket != drop_value) | ~known
+    keep[..., h:] = (bucket != drop_value) | ~hashed
     return keep
 
 

@@ -21,8 +21,8 @@ from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device, label_of
-from axo.overlap.exchange import Exchange
-from axo.overlap.gradients import SKIP
+from axo.overlap.autograd import SKIP
+from axo.overlap.engine import Exchange
 from axo.placement import Placement, check_divides, check_whole
 
 

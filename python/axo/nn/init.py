@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from axo.nn.elsewhere import Elsewhere, is_stage, shared
 from axo.nn.generator import source_generator
 from axo.nn.layer import ParallelLayer, check_same_layers
+from axo.nn.placeholder import Placeholder, is_stage, shared
 from axo.offload import Offload
 
 
@@ -120,7 +120,7 @@ def _init_module(
         make_room(module, device, ties)
     if isinstance(module, ParallelLayer):
         _init_layer(module, name, fill, was_meta)
-    elif isinstance(module, Elsewhere):
+    elif isinstance(module, Placeholder):
         if module.stands_for is not None:
             _draw_module(module.stands_for, name, fill, device, model)
     else:

@@ -24,7 +24,7 @@ from axo.comm.memory import physical_memory
 from axo.matmul import cost, engine_cost
 from axo.nn import chain, torch_utils
 from axo.nn.generator import source_generator
-from axo.overlap.exchange import Exchange
+from axo.overlap.engine import Exchange
 from axo.placement import Placement, is_split
 from axo.sharding import gather_features, unshard
 

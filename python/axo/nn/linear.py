@@ -199,8 +199,9 @@ class Linear(ParallelLayer, nn.Linear):
             self._check_dtype(input, weight)
         input_sum = None
         if self.shared_input is not None and input.requires_grad and torch.is_grad_enabled() and input.dim():
-            input, input_sum = self.shared_input.share(self.matmul, input, self._cut)
-            first = input_sum.first is self.matmul
+            exchange, axis = self.matmul.exchange, self.matmul.out_axis
+            input, input_sum = self.shared_input.share(exchange, axis, input, self._cut)
+            first = input_sum.exchange is exchange
             if first is not self.sums_input_grad:
                 self.sums_input_grad = first
         elif self.scatter_input and input.dim():
@@ -209,7 +210,7 @@ class Linear(ParallelLayer, nn.Linear):
             raise ValueError(
                 f"{self.label()}: input of shape {tuple(input.shape)} must end in {weight.shape[1]}, this rank's"
                 f" part of in_features={self.in_features} over {self.in_axis}="
-                f"{self.matmul.exchange.size(self.in_axis)}; axo.shard_input(layer, tensor) cuts a whole one"
+                f"{self.matmul.exchange.sizes[self.in_axis]}; axo.shard_input(layer, tensor) cuts a whole one"
             )
         if self.scatters_tokens:
             output = scatter_sequence(self.matmul(input, weight, None), self.comms, owner=self.label())
@@ -219,7 +220,7 @@ class Linear(ParallelLayer, nn.Linear):
             output = cut_features(output, self.comms, self.out_axis, self.out_features)
         if self.first_pass:
             self._first_pass(input, output)
-        return self._gather_if_asked(output)
+        return self._gather_if_asked(output) if self.gather_output else output
 
     def _cut(self, input: torch.Tensor) -> torch.Tensor:
         """This rank's part of the features, where the layer takes all of them."""

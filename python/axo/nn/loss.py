@@ -29,7 +29,7 @@ from torch import nn
 from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
-from axo.overlap.gradients import wanted
+from axo.overlap.autograd import wanted
 from axo.placement import check_whole, chunk_bounds
 from axo_kernels.device import gemm_kernels, runs_triton
 from axo_kernels.gemm.layout import overlaps_itself

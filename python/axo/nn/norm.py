@@ -28,8 +28,8 @@ from axo.comm.connect import Communicators
 from axo.matmul import activations, cost
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device, label_of
-from axo.overlap.exchange import Exchange
-from axo.overlap.gradients import SKIP
+from axo.overlap.autograd import SKIP
+from axo.overlap.engine import Exchange
 from axo.placement import Placement, check_divides, check_whole
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -84,7 +84,7 @@ class _Norm(ParallelLayer):
         if input.dim() == 0 or input.shape[-1] != self.local_features:
             raise ValueError(
                 f"{self.label()}: input of shape {tuple(input.shape)} must end in {self.local_features}, this"
-                f" rank's part of {self.out_features_whole} over {self.out_axis}={self.exchange.size(self.out_axis)}"
+                f" rank's part of {self.out_features_whole} over {self.out_axis}={self.exchange.sizes[self.out_axis]}"
             )
         weight: Any = self.weight  # looked up once a pass: nn.Module's lookup is slow
         bias: Any = self.bias
@@ -252,7 +252,7 @@ class _Normalize(torch.autograd.Function):
         ctx.parameters = weight, bias
         xw = x.to(wide)
         mean: torch.Tensor | None
-        ctx.whole = norm.centered and exchange.size(axis) == 1
+        ctx.whole = norm.centered and exchange.sizes[axis] == 1
         if ctx.whole:
             scale, shift = (None if p is None else p.to(wide) for p in (weight, bias))
             y, mean, rstd = torch.native_layer_norm(xw, (h,), scale, shift, _epsilon(norm, wide))

@@ -1,4 +1,4 @@
-"""Put frozen linear layers of a parallel model into four or eight bits (``axo.overlap.quantized``)."""
+"""Put frozen linear layers of a parallel model into four or eight bits (``axo.quantized``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from axo.nn.embedding import Embedding
 from axo.nn.linear import Linear
-from axo.overlap.quantized import QuantizedWeight, largest_of_rows
+from axo.quantized import QuantizedWeight, largest_of_rows
 
 
 def quantize(model: nn.Module, kind: str) -> None:

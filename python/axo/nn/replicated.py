@@ -22,7 +22,7 @@ from torch import nn
 from axo.comm.connect import Communicators
 from axo.matmul import cost, engine_cost
 from axo.nn import torch_utils
-from axo.overlap.exchange import Exchange
+from axo.overlap.engine import Exchange
 from axo.placement import Placement, placement_of
 
 
@@ -47,19 +47,19 @@ class Replicated:
 
     def cost(self) -> list[cost.Call]:
         """Count the collectives of this module's own parameters on this rank in one step."""
-        found: list[cost.Call] = []
+        calls: list[cost.Call] = []
         for name in self.placements:
             parameter = getattr(self, name)
             if parameter.requires_grad:
                 size = parameter.numel(), parameter.dtype.itemsize
-                found += [
+                calls += [
                     cost.Call(cost.BACKWARD, "all_reduce", axis, *size, cost.REDUCE_WEIGHT_GRAD)
                     for axis in self.sum_over
                 ]
-                found += cost.replicated_grad(*size, self.comms.arrangement)
+                calls += cost.replicated_grad(*size, self.comms.arrangement)
         dtype = self.exchange.engine.reduce_dtype
-        found = found if dtype is None else engine_cost.reduced_in(found, dtype.itemsize)
-        return cost.issued(found, self.comms.grid)
+        calls = calls if dtype is None else engine_cost.reduced_in(calls, dtype.itemsize)
+        return cost.issued(calls, self.comms.grid)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[misc]

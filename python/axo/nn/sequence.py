@@ -23,8 +23,8 @@ import torch
 from axo.comm.connect import Communicators
 from axo.matmul.product import refuse_create_graph
 from axo.matmul.products import compute_dtype
-from axo.overlap.exchange import Exchange
-from axo.overlap.gradients import SKIP
+from axo.overlap.autograd import SKIP
+from axo.overlap.engine import Exchange
 from axo.placement import check_divides
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad, convert_parameters, parametrize
 
-from axo.nn.clip import total_norm
+from axo.optim.clip import total_norm
 from axo.placement import Placement, is_split, placement_of
 
 
@@ -44,10 +44,10 @@ class _TotalNorm:
             for parameter in layer._parameters.values():
                 if parameter is not None:
                     owners[id(parameter)] = owners[id(parameter.grad)] = parameter
-        found = [(owners.get(id(tensor), tensor), tensor) for tensor in tensors]
-        if not any(owner is not tensor or hasattr(tensor, "placement") for owner, tensor in found):
+        owned = [(owners.get(id(tensor), tensor), tensor) for tensor in tensors]
+        if not any(owner is not tensor or hasattr(tensor, "placement") for owner, tensor in owned):
             return self.torchs_own(tensors, norm_type, error_if_nonfinite, foreach)
-        return total_norm(found, norm_type, error_if_nonfinite, "get_total_norm")
+        return total_norm(owned, norm_type, error_if_nonfinite, "get_total_norm")
 
 
 def refuse_derived(what: str, placement: Placement | None) -> None:

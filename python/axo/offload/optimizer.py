@@ -10,7 +10,7 @@ are those of ``torch.optim.AdamW(..., fused=True)`` on the CPU, to the bit. On a
 host memory, which saves its way down. A parameter may be changed between steps (by a checkpoint, by an average of
 weights): a copy or master that does not round to its parameter any more is made from it anew.
 
-ZeRO needs no case of its own: a parameter is its rows while a step runs (``axo.overlap.zero``), and state is made for
+ZeRO needs no case of its own: a parameter is its rows while a step runs (``axo.optim.zero``), and state is made for
 these. Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training".
 """
 

@@ -3,17 +3,18 @@
     model = axo.parallelize(model, comms, overlap=axo.Overlap(gather_cache="none"))
 
 ``attach`` does the same to a model made of Axo's layers by hand. Each layer's ``Exchange`` asks its engine; nothing
-here is global.
+here is global. What is issued on the way of one step, from above to below:
 
-    options                        what can be switched
-    route                          over which axes a layer's tensors travel; exchange: what a layer asks for
-    engine, model                  when things happen, for a whole model; how a model gets its engine
-    gathers, quantized             weights: gathered ahead of their products, kept or dropped
-    gradients, buckets, deferred   gradients: from a product, over the axes, to ``.grad``
-    zero, optimizer_state, scaler  optimizer state cut over data, and torch's GradScaler
+    engine                         what a layer asks for, and when things happen, for a whole model
+    gathers                        weights: gathered ahead of their products, kept or dropped
+    gradients                      gradients: from a product, over the axes, in buckets, to ``.grad``
+    route                          over which axes a layer's tensors travel
+
+    options, model                 what can be switched; how a model gets its engine
     no_sync, weight_phase          accumulation without communication, and backward passes in two phases
-    step_check, step_hooks         what is refused before a step, and what runs around each step
-    pool, dispatch_modes, events   buffers, what hides from dispatch modes, and a record of what was done
+    autograd                       what autograd wants of a gradient, and `.grad` as it fills it
+    checks                         forward passes that are refused
+    events, pool, dispatch_modes   collectives on their way and a record of them, buffers, what hides from modes
 
 Names load on first use: ``options`` needs no torch.
 """

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 
-class Onlooker(TorchDispatchMode):
+class ObservingMode(TorchDispatchMode):
     """A mode that keeps nothing and changes nothing, from which nothing is hidden."""
 
 
@@ -31,12 +31,12 @@ class hidden:
         if not dispatch_modes():
             return False
         modes = _get_current_dispatch_mode_stack()
-        onlookers = [mode for mode in modes if isinstance(mode, Onlooker)]
-        if len(onlookers) == len(modes):
+        observing = [mode for mode in modes if isinstance(mode, ObservingMode)]
+        if len(observing) == len(modes):
             return False
         self._disabled = ExitStack()
         self._disabled.enter_context(_disable_current_modes())
-        for mode in onlookers:
+        for mode in observing:
             self._disabled.enter_context(mode)
         return True
 

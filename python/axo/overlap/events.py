@@ -1,4 +1,4 @@
-"""A record of what the engine issues, waits for and computes, in order: for tests, traces and the planner.
+"""A collective on its way, and a record of what an engine issues, waits for and computes: for tests, traces, planning.
 
     with axo.overlap.record(model) as events:
         model(x).sum().backward()
@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from axo.comm.communicator import Communicator
+from axo.comm.connect import Communicators
 from axo.comm.work import Work
-
-if TYPE_CHECKING:
-    from axo.overlap.engine import Engine
+from axo.grid import AXES
+from axo.offload.parameters import home_of
+from axo.offload.shards import Shards
+from axo.overlap.options import Overlap, idle_limit
+from axo.overlap.pool import Pool
 
 
 class Event(NamedTuple):
@@ -37,13 +41,6 @@ class Event(NamedTuple):
 Events = list[Event]
 
 
-def add(events: Events | None, what: str, op: str, axis: str, layer: str, start: float | None = None) -> None:
-    """Append an event that ends now, if there is a record."""
-    if events is not None:
-        now = time.perf_counter()
-        events.append(Event(what, op, axis, layer, now if start is None else start, now))
-
-
 class span:
     """Record what a block does from its start to its end, if there is a record."""
 
@@ -53,32 +50,75 @@ class span:
         self._events, self._names = events, (what, op, axis, layer)
 
     def __enter__(self) -> None:
-        if self._events is not None:
-            self._start = time.perf_counter()
+        self._start = time.perf_counter() if self._events is not None else 0.0
 
     def __exit__(self, *error: Any) -> None:
         if self._events is not None:
-            add(self._events, *self._names, self._start)
+            self._events.append(Event(*self._names, self._start, time.perf_counter()))
 
 
-def computed(events: Events | None, op: str, layer: str, product: Callable[..., torch.Tensor], *operands: Any) -> Any:
-    """What ``product`` makes of the operands, recorded as "compute" if there is a record."""
-    if events is None:
-        return product(*operands)
-    with span(events, "compute", op, "", layer):
-        return product(*operands)
+class Context:
+    """What the parts of one engine share.
+
+    Attributes:
+        comms, device: The communicators of the grid, and where they work.
+        communicators: Those of the axes, by name.
+        overlap: The options.
+        reduce_dtype: In which gradients are reduced; None: as they come.
+        pool: Buffers.
+        events: The record under way, if any.
+        defers: Gradients stay on this rank, unreduced, and gathered weights are kept for the next micro-batch.
+        holding: That is since a pipeline's step is under way.
+    """
+
+    def __init__(self, comms: Communicators, overlap: Overlap, reduce_dtype: torch.dtype | None) -> None:
+        self.comms, self.device, self.overlap, self.reduce_dtype = comms, comms.device, overlap, reduce_dtype
+        self.communicators: dict[str | None, Communicator] = {axis: comms.axis(axis) for axis in AXES}
+        self.pool = Pool(idle_limit(overlap.idle_bytes))
+        self.events: Events | None = None
+        self.defers = self.holding = False
+        self._shards: Shards | None = None
+
+    def start(
+        self, call: Callable[..., Any], tensor: torch.Tensor, op: str, axis: str, layer: str, *, pending: bool
+    ) -> TracedWork:
+        """Issue a collective that completes ``tensor``; it is under way if ``pending``, else complete.
+
+        Args:
+            call: Issues it; takes ``async_op``.
+        """
+        if pending:
+            return TracedWork(self, call(async_op=True), tensor, op, axis, layer)
+        with span(self.events, "wait", op, axis, layer):
+            call(async_op=False)
+        return TracedWork(self, None, tensor, op, axis, layer)
+
+    def shards_of(self, weight: torch.Tensor) -> Shards | None:
+        """The ways between host and device of a weight that was offloaded to the host; None: it was not."""
+        if weight.device.type == self.device.type or home_of(weight if weight._base is None else weight._base) is None:
+            return None
+        if self._shards is None:
+            self._shards = Shards(self.device)
+        return self._shards
+
+    def settle(self) -> None:
+        """The weights are about to change: let no copy of one be under way."""
+        if self._shards is not None:
+            self._shards.settle()
 
 
 class TracedWork:
-    """A collective under way: its Work, and what to call it. ``wait`` may be called again."""
+    """A collective under way: its Work, and what to call it; None: it is complete. ``wait`` may be called again."""
 
-    __slots__ = ("_engine", "_names", "_work", "tensor")
+    __slots__ = ("_context", "_names", "_work", "tensor")
 
-    def __init__(self, engine: Engine, work: Work, tensor: torch.Tensor, op: str, axis: str, layer: str) -> None:
-        self._engine, self.tensor, self._names = engine, tensor, (op, axis, layer)
-        self._work: Work | None = work
-        if engine.events is not None:
-            add(engine.events, "issue", op, axis, layer)
+    def __init__(
+        self, context: Context, work: Work | None, tensor: torch.Tensor, op: str, axis: str, layer: str
+    ) -> None:
+        self._context, self.tensor, self._names, self._work = context, tensor, (op, axis, layer), work
+        if context.events is not None and work is not None:
+            now = time.perf_counter()
+            context.events.append(Event("issue", op, axis, layer, now, now))
 
     def done(self) -> bool:
         """Whether it has completed; its buffers are then let go. Never blocks."""
@@ -92,7 +132,7 @@ class TracedWork:
     def wait(self) -> torch.Tensor:
         """Block until it has completed; its tensor."""
         if self._work is not None:
-            events = self._engine.events
+            events = self._context.events
             if events is None or self._work.is_completed():
                 self._work.wait()
             else:

@@ -26,37 +26,25 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from functools import partial
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
 from axo.comm.communicator import group
-from axo.overlap.dispatch_modes import hidden
-from axo.overlap.events import TracedWork, span
-from axo.overlap.quantized import QuantizedWeight, values
+from axo.offload.copy_stream import CopyEvent
+from axo.offload.shards import Shards
+from axo.overlap.autograd import graph_task
+from axo.overlap.dispatch_modes import dispatch_modes, hidden
+from axo.overlap.events import Context, TracedWork
+from axo.overlap.options import cache_limits
 from axo.overlap.route import Route
+from axo.quantized import QuantizedWeight, values
 from axo_kernels.fused.fp8 import SCALE_BYTES, pack
 
-if TYPE_CHECKING:
-    from axo.overlap.engine import Engine
-
+_together = attrgetter("together")
 TRAINING, EVALUATION, BACKWARD = "training", "evaluation", "backward"
-_NOTHING = nullcontext()
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass of autograd."""
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """The count of in-place changes; inference tensors have none."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def owner(weight: torch.Tensor) -> torch.Tensor:
-    """The tensor that ``weight`` is a view of, or itself: who is the same in the next pass."""
-    return weight if weight._base is None else weight._base
 
 
 class Gathered:
@@ -67,15 +55,17 @@ class Gathered:
     def __init__(
         self, weight: torch.Tensor, dtype: torch.dtype, block: torch.Tensor, pending: TracedWork | None
     ) -> None:
-        self._weight, self._version, self._pointer = weakref.ref(owner(weight)), version_of(weight), weight.data_ptr()
+        owner = weight if weight._base is None else weight._base  # a view is another tensor in each pass
+        self._weight, self._pointer = weakref.ref(owner), weight.data_ptr()
+        self._version = -1 if weight.is_inference() else weight._version
         self._dtype, self._block, self._pending = dtype, block, pending
 
     def matches(self, weight: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether it is what a gather would give now."""
         return (
             self._dtype == dtype
-            and self._weight() is owner(weight)
-            and self._version == version_of(weight)
+            and self._weight() is (weight if weight._base is None else weight._base)
+            and self._version == (-1 if weight.is_inference() else weight._version)
             and self._pointer == weight.data_ptr()
         )
 
@@ -87,7 +77,14 @@ class Gathered:
         return self._block
 
 
-class _Held:
+class _Brought(NamedTuple):
+    """A shard on its way from the host."""
+
+    shards: Shards
+    event: CopyEvent
+
+
+class _Kept:
     """A weight kept for backward by no node: by how many uses, and whether a first run holds it."""
 
     def __init__(self, gathered: Gathered) -> None:
@@ -98,17 +95,18 @@ class Gathers:
     """The gathered weights of one model.
 
     Args:
-        engine: Its overlap options and record.
+        context: Communicators, options, pool and record.
     """
 
-    def __init__(self, engine: Engine, layers: float, size: float) -> None:
-        self._engine = engine
-        self._layers, self._bytes = layers, size
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._most_layers, self._most_bytes = cache_limits(context.overlap.gather_cache)
         self._admitted: dict[Route, int] = {}  # bytes: what the cache has room for
-        self._held: dict[Route, _Held] = {}
+        self._kept: dict[Route, _Kept] = {}
         self._between: dict[Route, Gathered] = {}  # kept for the next micro-batch
         self.forward_passes = 0  # so many have begun
         self._pass: str | None = None
+        self.looks_ahead = False  # gathers are issued ahead in the pass under way
         self._asked: list[Route] = []  # of this pass, in order
         self._orders: dict[str, tuple[list[Route], list[int]]] = {}  # the routes; of each, how far to look ahead
         self._position = 0
@@ -120,9 +118,14 @@ class Gathers:
 
     def outdate(self) -> None:
         """An optimizer has stepped: what is gathered is no longer what the weights are."""
-        for weights in (self._last, self._held, self._between, self._ahead):
-            weights.clear()
+        self._last.clear()
+        self._drop_kept()
         self._reach = self._position  # what was issued ahead is gone
+
+    def _drop_kept(self) -> None:
+        self._kept.clear()
+        self._between.clear()
+        self._ahead.clear()
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
@@ -132,11 +135,11 @@ class Gathers:
         Ranks along z have admitted the same weights to their caches, in the same order.
         """
         self.forget_nodes()
-        if self._engine.overlap.all_gather:
-            known = (route for route in self._admitted if (TRAINING, route) in self._asked_for)
-            for _, batch in itertools.groupby(known, key=lambda route: route.together):
-                for route, found in self._issue(TRAINING, list(batch)).items():
-                    self._between[route], self._last[route] = found, weakref.ref(found)
+        if self._context.overlap.all_gather:
+            routes = (route for route in self._admitted if (TRAINING, route) in self._asked_for)
+            for _, batch in itertools.groupby(routes, key=_together):
+                for route, gathered in self._issue(TRAINING, list(batch)).items():
+                    self._between[route], self._last[route] = gathered, weakref.ref(gathered)
 
     def begin(self, kind: str) -> None:
         """A pass begins; one that never ended is forgotten."""
@@ -144,6 +147,7 @@ class Gathers:
             self.forget_nodes()
             self.forward_passes += 1
         self._pass, self._asked, self._position, self._reach = kind, [], 0, 0
+        self.looks_ahead = self._context.overlap.all_gather
         self._ahead.clear()
 
     def end(self) -> None:
@@ -151,21 +155,20 @@ class Gathers:
 
         Within a pipeline's step later micro-batches may ask for nothing; the next step begins like its first.
         """
-        if self._pass is not None and (self._asked or not self._engine.holding):
+        if self._pass is not None and (self._asked or not self._context.holding):
             self._orders[self._pass] = self._asked, _reach(self._asked)
-        self._pass, self._asked = None, []
+        self._pass, self._asked, self.looks_ahead = None, [], False
         self._ahead.clear()
 
     def forget_nodes(self) -> None:
         """Use no weight again that nodes of earlier passes alone may keep."""
-        here = self._between | {route: held.gathered for route, held in self._held.items()}
-        self._last = {route: last for route, last in self._last.items() if route in here and last() is here[route]}
+        mine = self._between | {route: kept.gathered for route, kept in self._kept.items()}
+        self._last = {route: last for route, last in self._last.items() if route in mine and last() is mine[route]}
 
     def drop(self) -> None:
         """Forget the pass under way and every weight kept here."""
-        self._pass, self._asked = None, []
-        for weights in (self._ahead, self._held, self._between):
-            weights.clear()
+        self._pass, self._asked, self.looks_ahead = None, [], False
+        self._drop_kept()
 
     # --- what layers ask for --------------------------------------------------------------------------------------
 
@@ -175,6 +178,7 @@ class Gathers:
         weight: torch.Tensor,
         dtype: torch.dtype,
         *,
+        recomputes: bool,
         recording: bool,
         wanted: bool,
         gather: Callable[[], torch.Tensor] | None = None,
@@ -182,78 +186,69 @@ class Gathers:
         """The block for a forward product, and what its node is to hold on to, if anything.
 
         Args:
+            recomputes: The forward is a part of a backward pass.
             recording: Grad mode is on, outside of the Function.
             wanted: Backward will want the block.
             gather: Gives the block where it would be gathered now and waited for.
         """
-        recomputes = in_backward()
-        if recomputes:
-            self._engine.arm()
-        found = self._kept(route, weight, dtype) if self._pass is not None or recomputes else None
-        if found is None:
-            found = self._ask(route, weight, dtype, gather)
-        block = found.wait()
-        if self._engine.holding and self._admit(route, weight, block):
-            self._between[route] = found
+        asks = route in self._last and (self._pass is not None or recomputes)
+        gathered = self._reused(route, weight, dtype) if asks else None
+        if gathered is None:
+            gathered = self._ask(route, weight, dtype, gather)
+        block = gathered.wait()
+        if self._context.holding and self._admit(route, weight, block):
+            self._between[route] = gathered
         if recomputes:
             if recording and wanted:
-                self._hold(route, found, first_run=False)
+                self._keep(route, gathered, first_run=False)
         elif recording:
-            if wanted and self._admit(route, weight, block):
-                return block, found
+            if wanted and (route in self._admitted or self._admit(route, weight, block)):
+                return block, gathered
         elif self._pass == TRAINING and self._admit(route, weight, block):
-            self._hold(route, found, first_run=True)
+            self._keep(route, gathered, first_run=True)
         return block, None
 
     def backward(
         self, route: Route, node_holds: Gathered | None, weight: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """The block for a product of backward."""
-        found = node_holds
-        if found is None or not found.matches(weight, dtype):
-            found = self._kept(route, weight, dtype) or self._ask(route, weight, dtype)
-        if self._engine.defers and route in self._admitted:
-            self._between[route] = found
-        return found.wait()
-
-    def release(self, route: Route) -> None:
-        """One use in backward is over."""
-        held = self._held.get(route)
-        if held is not None:
-            held.uses -= 1
-            if held.uses <= 0:
-                del self._held[route]
+        gathered = node_holds
+        if gathered is None or not gathered.matches(weight, dtype):
+            gathered = self._reused(route, weight, dtype) or self._ask(route, weight, dtype)
+        if self._context.defers and route in self._admitted:
+            self._between[route] = gathered
+        if route in self._kept:  # this use is the caller's from now on
+            self._kept[route].uses -= 1
+            if self._kept[route].uses <= 0:
+                del self._kept[route]
+        return gathered.wait()
 
     # --- how ------------------------------------------------------------------------------------------------------
 
-    def _kept(self, route: Route, weight: torch.Tensor, dtype: torch.dtype) -> Gathered | None:
+    def _reused(self, route: Route, weight: torch.Tensor, dtype: torch.dtype) -> Gathered | None:
+        """What was gathered last, where it is still there and what a gather would give now."""
         last = self._last.get(route)
-        found = None if last is None else last()
-        return found if found is not None and found.matches(weight, dtype) else None
+        gathered = None if last is None else last()
+        return gathered if gathered is not None and gathered.matches(weight, dtype) else None
 
-    def _hold(self, route: Route, found: Gathered, *, first_run: bool) -> None:
-        held = self._held.get(route)
-        if held is None or held.gathered is not found:
-            held = self._held[route] = _Held(found)
-        if first_run or not held.first_run:  # a recomputation is the use that its first run has counted
-            held.uses += 1
-        held.first_run |= first_run
+    def _keep(self, route: Route, gathered: Gathered, *, first_run: bool) -> None:
+        kept = self._kept.get(route)
+        if kept is None or kept.gathered is not gathered:
+            kept = self._kept[route] = _Kept(gathered)
+        if first_run or not kept.first_run:  # a recomputation is the use that its first run has counted
+            kept.uses += 1
+        kept.first_run |= first_run
 
     def _admit(self, route: Route, weight: torch.Tensor, block: torch.Tensor) -> bool:
-        if route not in self._admitted:
-            if isinstance(weight, QuantizedWeight):  # its memory is what four bits save
-                return False
-            if len(self._admitted) >= self._layers:
-                return False
-            if sum(self._admitted.values()) + block.nbytes > self._bytes:
-                return False
-            self._admitted[route] = block.nbytes
+        """Whether the cache has room for the block; it is never given back."""
+        if route in self._admitted:
+            return True
+        full = len(self._admitted) >= self._most_layers
+        full = full or sum(self._admitted.values()) + block.nbytes > self._most_bytes
+        if full or isinstance(weight, QuantizedWeight):  # whose memory is what four bits save
+            return False
+        self._admitted[route] = block.nbytes
         return True
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether gathers are issued ahead in the pass under way."""
-        return self._pass is not None and self._engine.overlap.all_gather
 
     def _ask(
         self,
@@ -262,23 +257,22 @@ class Gathers:
         dtype: torch.dtype,
         gather: Callable[[], torch.Tensor] | None = None,
     ) -> Gathered:
-        found = self._ahead.pop(route, None)
-        if found is not None and not found.matches(weight, dtype):
-            found = None
-        looks_ahead = self.looks_ahead
-        if found is None and gather is not None and not looks_ahead:
-            found = Gathered(weight, dtype, gather(), None)
-        elif found is None:
-            found = self._start(route, weight, dtype, blocking=not looks_ahead)
+        """The block, on its way; and the blocks that are expected to be asked for next."""
+        gathered = self._ahead.pop(route, None)
+        if gathered is None or not gathered.matches(weight, dtype):
+            if gather is not None and not self.looks_ahead:
+                gathered = Gathered(weight, dtype, gather(), None)
+            else:
+                gathered = self._start(route, weight, dtype, pending=self.looks_ahead)
         if self._pass is not None:
             self._asked.append(route)
-            known = weakref.ref(weight) if isinstance(weight, torch.nn.Parameter) else lambda: None
-            self._asked_for[self._pass, route] = known, dtype
-            if looks_ahead:
+            parameter = weakref.ref(weight) if isinstance(weight, torch.nn.Parameter) else lambda: None
+            self._asked_for[self._pass, route] = parameter, dtype
+            if self.looks_ahead:
                 self._look_ahead(self._pass, route)
-        if self._pass is not None or in_backward():
-            self._last[route] = weakref.ref(found)
-        return found
+        if self._pass is not None or graph_task() != -1:
+            self._last[route] = weakref.ref(gathered)
+        return gathered
 
     def _look_ahead(self, kind: str, route: Route) -> None:
         """Issue the rest of the block of ``route`` and the next block, but for what has been issued."""
@@ -291,59 +285,72 @@ class Gathers:
         start, self._reach = max(at + 1, self._reach), max(reach[at], self._reach)
         if route in order[at + 1 : start]:  # its repeats were issued as one, which is used now
             self._ahead |= self._issue(kind, [route])
-        for _, batch in itertools.groupby(order[start : self._reach], key=lambda other: other.together):
+        for _, batch in itertools.groupby(order[start : self._reach], key=_together):
             self._ahead |= self._issue(kind, list(batch))
 
     def _issue(self, kind: str, batch: list[Route]) -> dict[Route, Gathered]:
         """Start the gathers of a batch, as passes of ``kind`` ask for them, but for what is there."""
         wanted = []
         for route in dict.fromkeys(batch):
-            weight_of, dtype = self._asked_for[kind, route]
-            weight = weight_of()
-            if weight is None or route in self._ahead or self._kept(route, weight, dtype) is not None:
+            parameter, dtype = self._asked_for[kind, route]
+            weight = parameter()
+            if weight is None or route in self._ahead or (route in self._last and self._reused(route, weight, dtype)):
                 continue
             wanted.append((route, weight, dtype))
-        with group() if len(wanted) > 1 else _NOTHING:
-            return {route: self._start(route, weight, dtype) for route, weight, dtype in wanted}
+        with group() if len(wanted) > 1 else nullcontext():
+            return {route: self._start(route, weight, dtype, pending=True) for route, weight, dtype in wanted}
 
-    def _start(self, route: Route, weight: torch.Tensor, dtype: torch.dtype, *, blocking: bool = False) -> Gathered:
+    def _start(self, route: Route, weight: torch.Tensor, dtype: torch.dtype, *, pending: bool) -> Gathered:
         """Gather this rank's rows over the shard axis, in ``dtype``, or packed in fp8."""
-        engine = self._engine
-        assert route.shard_axis is not None
-        names, line = ("all_gather", route.shard_axis, route.name), engine.comms.axis(route.shard_axis)
-        with hidden():
-            shard, rows = values(weight).flatten(1), route.padded_rows // route.shards
-            shards = engine.shards_of(weight)
-            device = shard.device if shards is None else engine.comms.device
-            columns, kind = shard.shape[1], dtype
-            if route.fp8 is not None:
-                columns, kind = columns + SCALE_BYTES, torch.uint8
-                if shards is not None:  # rounded by the computation, which waits for it
-                    room = shard.new_empty(shard.shape, device=device)
-                    shards.bring(room, shard).block()
-                    shard, shards = room, None
-            whole = engine.pool.allocate((route.padded_rows, columns), kind, device)
-            mine = whole[line.rank * rows : (line.rank + 1) * rows]  # in place: the collective copies only the others'
-            real, held = mine, shard.shape[0]
-            if held != rows:
-                real = mine[:held]
-                mine[held:].zero_()
-            if route.fp8 is not None:
-                pack(shard, real, route.fp8)
-            elif shards is None:
-                real.copy_(shard)
-            else:
-                brought = shards.bring(real, shard)
-            block = whole if route.block_rows == route.padded_rows else whole[: route.block_rows]
-        if blocking:
-            with span(engine.events, "wait", *names):
-                if shards is not None:
-                    brought.block()
-                line.all_gather(mine, whole)
-            return Gathered(weight, dtype, block, None)
-        with _NOTHING if shards is None else shards.after_bringing():
-            work = line.all_gather(mine, whole, async_op=True)
-        return Gathered(weight, dtype, block, TracedWork(engine, work, block, *names))
+        if dispatch_modes():
+            with hidden():
+                whole, mine, brought = self._fill(route, weight, dtype)
+        else:
+            whole, mine, brought = self._fill(route, weight, dtype)
+        context, axis = self._context, route.shard_axis
+        assert axis is not None
+        block = whole if route.block_rows == route.padded_rows else whole[: route.block_rows]
+        call = partial(context.communicators[axis].all_gather, mine, whole)
+        start = partial(context.start, call, block, "all_gather", axis, route.name, pending=pending)
+        if brought is None:
+            work = start()
+        elif pending:
+            with brought.shards.after_bringing():
+                work = start()
+        else:
+            brought.event.block()
+            work = start()
+        return Gathered(weight, dtype, block, work if pending else None)
+
+    def _fill(
+        self, route: Route, weight: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, _Brought | None]:
+        """Room for the gather, this rank's part of it, filled; and what brings that from the host, if it does."""
+        context, shard, rows = self._context, values(weight).flatten(1), route.padded_rows // route.shards
+        shards = None if shard.device == context.device else context.shards_of(weight)
+        columns, kind = shard.shape[1], dtype
+        if route.fp8 is not None:
+            columns, kind = columns + SCALE_BYTES, torch.uint8
+            if shards is not None:  # rounded by the computation, which waits for it
+                room = shard.new_empty(shard.shape, device=context.device)
+                shards.bring(room, shard).block()
+                shard, shards = room, None
+        whole = context.pool.allocate(
+            (route.padded_rows, columns), kind, shard.device if shards is None else context.device
+        )
+        first = context.communicators[route.shard_axis].rank * rows  # in place: the collective copies only the others'
+        mine = whole[first : first + rows]
+        real = mine
+        if shard.shape[0] != rows:
+            real = mine[: shard.shape[0]]
+            mine[shard.shape[0] :].zero_()
+        if route.fp8 is not None:
+            pack(shard, real, route.fp8)
+        elif shards is None:
+            real.copy_(shard)
+        else:
+            return whole, mine, _Brought(shards, shards.bring(real, shard))
+        return whole, mine, None
 
 
 def _reach(order: list[Route]) -> list[int]:

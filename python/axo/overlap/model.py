@@ -11,15 +11,12 @@ import torch
 from torch import nn
 
 from axo.comm.connect import Communicators
-from axo.overlap.engine import Engine
+from axo.optim.zero import STAGES, Zero
+from axo.overlap.engine import Engine, Exchange
 from axo.overlap.events import Events
-from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import EVALUATION, TRAINING
 from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.options import Overlap
-from axo.overlap.shard_reads import watch_first_passes
-from axo.overlap.step_check import watch
-from axo.overlap.zero import STAGES, Zero
 from axo.placement import Placement
 
 
@@ -68,9 +65,6 @@ def attach(
     if same_inputs and comms.grid.x * comms.grid.y > 1:
         engine.compares_inputs = {TRAINING, EVALUATION}
     engine.root_at(model)
-    if same_inputs:
-        watch_first_passes(model)
-    watch(engine)
 
 
 def detach(model: nn.Module) -> Callable[[nn.Module], None]:
@@ -101,11 +95,11 @@ def _cut_state(model: nn.Module, zero: Zero) -> None:
 def record(model: nn.Module) -> Iterator[Events]:
     """Record what the engines of ``model`` issue, wait for and compute inside the block; see ``axo.overlap.events``."""
     events: Events = []
-    found = engines(model)
-    for engine in found:
+    recorded = engines(model)
+    for engine in recorded:
         engine.events = events
     try:
         yield events
     finally:
-        for engine in found:
+        for engine in recorded:
             engine.events = None

@@ -8,7 +8,7 @@
     weight = axo.token_weight(tokens_of_this_rank, comms)
     (weight * mean_loss_of_this_rank).backward()     # the gradient of the mean over all ranks' tokens
 
-How gradients travel over the data axis is in ``axo.overlap.buckets``.
+How gradients travel over the data axis is in ``axo.overlap.gradients``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"no_sync: a {type(model).__name__} is no model; pass the model that axo.parallelize returned")
-    found = [engine for engine in engines(model) if engine.synchronizing]
-    for engine in found:
-        engine.synchronizing = False
+    outermost = [engine for engine in engines(model) if engine.synchronizing]
+    for engine in outermost:
+        engine.defer(synchronizing=False)
     try:
         yield
     finally:
-        for engine in found:
-            engine.synchronizing = True
+        for engine in outermost:
+            engine.defer(synchronizing=True)
 
 
 def token_weight(tokens: int | torch.Tensor, comms: Communicators) -> torch.Tensor:

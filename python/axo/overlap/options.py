@@ -62,19 +62,17 @@ def cache_limits(gather_cache: str | int) -> tuple[float, float]:
     Raises:
         ValueError: Not an option of the cache.
     """
-    if isinstance(gather_cache, int) and not isinstance(gather_cache, bool) and gather_cache >= 0:
-        return gather_cache, math.inf
     if gather_cache == "all":
         return math.inf, math.inf
     if gather_cache == "none":
         return 0, 0
-    size = _bytes(gather_cache)
+    size = _size(gather_cache)
     if size is None:
         raise ValueError(
             f"gather_cache={gather_cache!r} is not known; use 'all', 'none', a number of layers such as 8, or bytes"
             " such as '512MiB'"
         )
-    return math.inf, size
+    return (math.inf, size) if isinstance(gather_cache, str) else (size, math.inf)
 
 
 def idle_limit(idle_bytes: int | str | None) -> float:
@@ -83,15 +81,15 @@ def idle_limit(idle_bytes: int | str | None) -> float:
     Raises:
         ValueError: Not a size.
     """
-    if idle_bytes is None:
-        return math.inf
-    whole = isinstance(idle_bytes, int) and not isinstance(idle_bytes, bool) and idle_bytes >= 0
-    size = idle_bytes if whole else _bytes(idle_bytes)
+    size = math.inf if idle_bytes is None else _size(idle_bytes)
     if size is None:
         raise ValueError(f"Overlap: idle_bytes={idle_bytes!r} is not a size; use bytes, '512MiB', or None for no limit")
-    return float(size)
+    return size
 
 
-def _bytes(text: object) -> float | None:
-    size = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    return None if size is None else float(size[1]) * _UNITS[size[2]]
+def _size(given: object) -> float | None:
+    """A whole number of at least 0 as it is, or bytes as '512MiB' says; None: neither."""
+    if isinstance(given, str):
+        size = _SIZE.fullmatch(given)
+        return None if size is None else float(size[1]) * _UNITS[size[2]]
+    return given if isinstance(given, int) and not isinstance(given, bool) and given >= 0 else None

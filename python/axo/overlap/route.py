@@ -53,6 +53,7 @@ class Route:
     Attributes:
         name: What records and messages call the layer.
         together: Layers that are equal in this are gathered as one group.
+        sizes: Ranks along each axis; 1 for None.
         shard_axis, shards: The axis that the weight is gathered over (None: it is not), and its ranks.
         block_rows, shard_rows, padded_rows: Of the weight: after the gather, on this rank, and as they travel.
         weight_reductions, vector_reductions: What the gradient of this rank's rows, or of a vector, is reduced over.
@@ -72,9 +73,9 @@ class Route:
         self.name = ""
         self.together = ""
         grid, coords, row_axes = comms.grid, comms.coords, comms.arrangement.rows
-        self._sizes: dict[str | None, int] = {None: 1} | {axis: grid.size(axis) for axis in AXES}  # asked many times
+        self.sizes: dict[str | None, int] = {None: 1} | {axis: grid.size(axis) for axis in AXES}
         self.shard_axis = next((axis for axis in placement.splits[0] if axis in row_axes), None)
-        self.shards = self.size(self.shard_axis)
+        self.shards = self.sizes[self.shard_axis]
         whole = placement.without(self.shard_axis) if self.shard_axis else placement
         self.block_rows = whole.local_shape(grid, coords)[0]
         self.shard_rows = placement.local_shape(grid, coords)[0]
@@ -94,12 +95,8 @@ class Route:
         self.alone = self.shards == 1 and not self.weight_reductions and self.weight_copies is None
 
     def _reductions(self, axes: Iterable[str]) -> tuple[Reduction, ...]:
-        return tuple((axis, self.op) for axis in axes if self.size(axis) > 1)
-
-    def size(self, axis: str | None) -> int:
-        """Ranks along ``axis``; 1 for no axis."""
-        return self._sizes[axis]
+        return tuple((axis, self.op) for axis in axes if self.sizes[axis] > 1)
 
     def reductions_of(self, sum_over: tuple[str, ...]) -> tuple[Reduction, ...]:
         """What the gradient of a vector is reduced over whose partial sums lie on the ranks of ``sum_over`` too."""
-        return tuple((axis, "sum") for axis in sum_over if self.size(axis) > 1) + self.vector_reductions
+        return tuple((axis, "sum") for axis in sum_over if self.sizes[axis] > 1) + self.vector_reductions

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 
 import torch
 
+from axo.overlap.autograd import deliver
+
 WeightProduct = Callable[[], torch.Tensor | None]  # the gradient, or None where it goes its own way to ``.grad``
 DeferredProducts = list[tuple[torch.Tensor, WeightProduct]]
 
@@ -57,28 +59,3 @@ class WeightPhase:
             if grad is not None:
                 after = getattr(parameter, "_post_accumulate_grad_hooks", None)
                 deliver(parameter, grad, (parameter._backward_hooks or {}, after or {}))
-
-
-def deliver(
-    parameter: torch.Tensor,
-    grad: torch.Tensor,
-    hooks: tuple[dict, dict],
-    give: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
-) -> None:
-    """Add a finished gradient to ``.grad`` as autograd does: through the hooks before it, then those after it.
-
-    ``give`` puts it where there is no ``.grad`` yet.
-    """
-    before, after = hooks
-    for hook in list(before.values()):
-        changed = hook(grad)
-        if changed is not None:
-            grad = changed
-    if parameter.grad is not None:
-        parameter.grad.add_(grad)
-    elif give is not None:
-        give(parameter, grad)
-    else:
-        parameter.grad = grad
-    for hook in list(after.values()):
-        hook(parameter)

@@ -5,11 +5,10 @@
     best     = planner.plan(request).best
 
     what is asked     readers, workload (the layers of a model), machine, request; profile measures a machine
-    one step          layer_time (one layer), model (a step by closed form), memory, flops, tesseract
-                      step_operations and simulator (a step event by event)
+    one step          layer_time (one layer), model (a step by closed form), memory, flops
     with stages       cut (where), pipeline_schedule (who runs what when), stages (one step)
-    all grids         planner, stage_search (a grid with stages), candidate (one row), others (the next best choices),
-                      grid_choice (``--grid auto``), command (the command line of a row)
+    all grids         planner, others (the next best choices), grid_choice (``--grid auto``), command (a row's command)
+    against the clock clock, simulator (the operations of one grid's step)
     what is printed   output, plots, chrome_trace
 
 The papers' numbers beside these are in ``bench/papers``.

@@ -49,19 +49,18 @@ class Span:
         return self.name.startswith("wait ")
 
 
-def write(path: Path, spans: Iterable[Span], ranks: list[int], memory: Iterable[tuple[float, float]] = ()) -> None:
+def write(path: Path, spans: Iterable[Span], ranks: list[int]) -> None:
     """Write a trace to ``path`` (JSON).
 
     Args:
         spans: Those of all ranks; ``rank`` is a place in ``ranks``. Times are shown from the first span of each rank.
         ranks: What the processes are called.
-        memory: (seconds, bytes held) of the first, in time order.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": _events(spans, ranks, memory)}), "utf-8")
+    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": _events(spans, ranks)}), "utf-8")
 
 
-def _events(spans: Iterable[Span], ranks: list[int], memory: Iterable[tuple[float, float]]) -> list[dict[str, Any]]:
+def _events(spans: Iterable[Span], ranks: list[int]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     mine: dict[int, list[Span]] = {process: [] for process in range(len(ranks))}
     for span in spans:
@@ -99,9 +98,6 @@ def _events(spans: Iterable[Span], ranks: list[int], memory: Iterable[tuple[floa
             found.append(
                 {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
             )
-    for when, held in memory:
-        args = {"GiB": round(held / 2**30, 4)}
-        found.append({"ph": "C", "name": "memory held", "pid": 0, "ts": round(1e6 * when, 3), "args": args})
     return found
 
 

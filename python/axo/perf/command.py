@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import shlex
 
-from axo.perf import tesseract
+from axo.perf.layer_time import OVERLAPS, RunOptions
 from axo.perf.planner import Candidate, GridPlan
 from axo.perf.workload import Workload
 
@@ -31,8 +31,7 @@ def batch_of(made: GridPlan, candidate: Candidate) -> int:
     run, grid = candidate.run, candidate.grid
     if candidate.stages is not None or not run.rows:
         return made.request.sequences
-    groups = (tesseract.as_much_as(grid) if candidate.algorithm == "tesseract" else grid).data
-    return run.rows // made.request.workload.seq_length * groups * run.micro_batches
+    return run.rows // made.request.workload.seq_length * run.held_as(grid).data * run.micro_batches
 
 
 def steps_of(made: GridPlan) -> int:
@@ -62,17 +61,10 @@ def command_line(made: GridPlan, candidate: Candidate) -> str:
         parts += ["--model-override", f"block_size={workload.seq_length}"]
     parts += ["--grid", str(grid), "--device", "cuda", "--data", "DATA", "--steps", str(steps_of(made))]
     parts += ["--batch-size", str(batch_of(made, candidate)), "--seq-len", str(workload.seq_length)]
-    if candidate.algorithm != "axonn":
-        parts += ["--algorithm", candidate.algorithm]
-    if candidate.stages is not None:
-        parts += [*_stages(candidate), "--microbatches", str(run.micro_batches)]
-        parts += [] if candidate.stages.even else ["--cuts", "planner"]
-    elif run.micro_batches > 1:
+    parts += _parallel(candidate)
+    if candidate.stages is None and run.micro_batches > 1:
         parts += ["--accumulate", str(run.micro_batches)]
-    parts += ["--recompute"] * workload.checkpointed
-    parts += ["--recompute-keeps", "products"] if run.selective else []
-    parts += ["--offload", "optimizer"] if run.offload else []
-    parts += ["--sequence-parallel"] * run.sequence_parallel
+    parts += ["--recompute"] * workload.checkpointed + _memory(run)
     parts += ["--zero", str(run.zero)] if run.zero else []
     parts += ["--precision", asked.precision] if asked.precision != "bf16-mixed" else []
     parts += ["--gather-cache", gather_cache(workload, run.cached_gathers)]
@@ -96,13 +88,8 @@ def litgpt_line(made: GridPlan, candidate: Candidate) -> str:
         return f"(no axo litgpt command: it has no {', '.join(lacks)})"
     batch, parts = batch_of(made, candidate), ["--grid", str(grid)]
     pieces = 1 if candidate.stages is not None else run.micro_batches
-    if candidate.algorithm != "axonn":
-        parts += ["--algorithm", candidate.algorithm]
-    if candidate.stages is not None:
-        parts += [*_stages(candidate), "--microbatches", str(run.micro_batches)]
-        parts += [] if candidate.stages.even else ["--cuts", "planner"]
-    parts += ["--offload", "optimizer"] if run.offload else []
-    groups = tesseract.as_much_as(grid).data if candidate.algorithm == "tesseract" else grid.z * grid.data
+    parts += _parallel(candidate) + _memory(run)
+    groups = run.held_as(grid).z * run.held_as(grid).data
     model = ["--model_config", workload.file] if workload.file else []
     train = {"global_batch_size": batch, "micro_batch_size": batch // groups // pieces,
              "max_seq_length": workload.seq_length,
@@ -122,11 +109,25 @@ def _simulate(made: GridPlan, candidate: Candidate) -> str:
     parts += ["--batch-tokens", str(asked.batch_tokens), "--seq", str(workload.seq_length)]
     parts += ["--gather", asked.gather, "--zero", str(run.zero)]
     parts += [] if workload.checkpointed else ["--no-checkpoint"]
-    parts += ["--recompute-keeps", "products"] if run.selective else []
-    parts += ["--offload", "optimizer"] if run.offload else []
-    parts += ["--sequence-parallel"] * run.sequence_parallel
+    parts += _memory(run)
     parts += ["--micro-batches", str(run.micro_batches)] if run.micro_batches > 1 else []
     return shlex.join(parts + _stages(candidate) + _overlap(run.overlap))
+
+
+def _memory(run: RunOptions) -> list[str]:
+    """What saves memory, as all commands call it."""
+    parts = ["--recompute-keeps", "products"] if run.selective else []
+    parts += ["--offload", "optimizer"] if run.offload else []
+    return parts + ["--sequence-parallel"] * run.sequence_parallel
+
+
+def _parallel(candidate: Candidate) -> list[str]:
+    """The algorithm and the stages, as the training commands call them."""
+    parts = ["--algorithm", candidate.algorithm] if candidate.algorithm != "axonn" else []
+    if candidate.stages is not None:
+        parts += [*_stages(candidate), "--microbatches", str(candidate.run.micro_batches)]
+        parts += [] if candidate.stages.even else ["--cuts", "planner"]
+    return parts
 
 
 def _stages(candidate: Candidate) -> list[str]:
@@ -142,8 +143,6 @@ def gather_cache(workload: Workload, share: float) -> str:
 
 
 def _overlap(overlap: frozenset[str]) -> list[str]:
-    from axo.perf.layer_time import OVERLAPS
-
     if overlap == frozenset(OVERLAPS):
         return []
     return ["--overlap", ",".join(name for name in OVERLAPS if name in overlap) or "none"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from axo.perf.flops import forward_flops
@@ -75,49 +76,34 @@ def _check_stages(blocks: int, stages: int) -> None:
         )
 
 
-class BlockStack:
-    """The layers of a model as stages see them.
-
-    Attributes:
-        kinds: Different blocks, what stands before the blocks first, and what stands behind them last.
-        stack: Of each block in between, its place in ``kinds``.
+def _stack(workload: Workload) -> tuple[list[Block], list[int]]:
+    """The different blocks of a model, what stands before the blocks first and what stands behind them last; and for
+    each block in between its place among them.
 
     Raises:
         ValueError: The model is not an embedding, a stack of blocks, and a head.
     """
+    first, *middle, last = workload.blocks
+    ends = first.layers[0].kind == "embedding" and any(layer.kind == "loss" for layer in last.layers)
+    if not (ends and middle and first.repeat == last.repeat == 1):
+        raise ValueError(f"pipeline: {workload.name} is not an embedding, blocks and a head; it cannot be cut")
+    return [first, *middle, last], [kind for kind, block in enumerate(middle, 1) for _ in range(block.repeat)]
 
-    def __init__(self, workload: Workload) -> None:
-        first, *middle, last = workload.blocks
-        ends = first.layers[0].kind == "embedding" and any(layer.kind == "loss" for layer in last.layers)
-        if not (ends and middle and first.repeat == last.repeat == 1):
-            raise ValueError(f"pipeline: {workload.name} is not an embedding, blocks and a head; it cannot be cut")
-        self.kinds = [first, *(Block(block.layers, 1, block.checkpointed) for block in middle), last]
-        self.stack = [kind for kind, block in enumerate(middle, 1) for _ in range(block.repeat)]
-        self.parameters = [sum(layer.parameters for layer in block.layers) for block in self.kinds]
-        self.flops = [
-            sum(forward_flops(layer, 1.0, workload.seq_length) for layer in block.layers) for block in self.kinds
-        ]
-        self._composed: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[int, int]] = {}
-        self._blocks: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
 
-    def composed(self, bounds: tuple[int, ...], stages: tuple[int, ...]) -> dict[int, int]:
-        """Return how many of each kind some stages have, in order; equal answers are one object."""
-        if (bounds, stages) not in self._composed:
-            found: Counter[int] = Counter()
-            for stage in stages:
-                found.update([0] * (stage == 0))
-                found.update(self.stack[bounds[stage] : bounds[stage + 1]])
-                found.update([len(self.kinds) - 1] * (stage == len(bounds) - 2))
-            same = tuple(sorted(found.items()))
-            self._composed[bounds, stages] = self._blocks.setdefault(same, dict(same))
-        return self._composed[bounds, stages]
+def part(workload: Workload, bounds: Sequence[int], stages: Sequence[int]) -> Workload:
+    """Return the part of a model that some of its stages are, of which ``bounds`` says where each begins."""
+    kinds, stack = _stack(workload)
+    last = len(bounds) - 2
+    mine = [kind for stage in stages for kind in stack[bounds[stage] : bounds[stage + 1]]]
+    counts = Counter([0] * (0 in stages) + mine + [len(kinds) - 1] * (last in stages))
+    return replace(workload, blocks=tuple(replace(kinds[kind], repeat=counts[kind]) for kind in sorted(counts)))
 
 
 def planned(workload: Workload, ranks: int, stages: int, order: str) -> list[int]:
     """Return where each stage of ``workload`` begins, and the end: ``best`` of its flops."""
-    stack = BlockStack(workload)
-    before, *_, after = stack.flops
-    return best(before, [stack.flops[kind] for kind in stack.stack], after, ranks=ranks, stages=stages, order=order)
+    kinds, stack = _stack(workload)
+    flops = [sum(forward_flops(layer, 1.0, workload.seq_length) for layer in block.layers) for block in kinds]
+    return best(flops[0], [flops[kind] for kind in stack], flops[-1], ranks=ranks, stages=stages, order=order)
 
 
 def best(
@@ -166,7 +152,7 @@ def _best(before: float, blocks: tuple[float, ...], after: float, ranks: int, st
             for cut in range(min(source, target) + 1, max(source, target) + 1):
                 moved[cut] += step
             tried.append((badness(moved), moved))
-        found = min(tried, default=(least, bounds))
-        if found[0] >= least:
+        nearest = min(tried, default=(least, bounds))
+        if nearest[0] >= least:
             return bounds
-        least, bounds = found
+        least, bounds = nearest

@@ -92,7 +92,7 @@ def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int =
     Raises:
         ValueError: Nothing fits; says why not.
     """
-    found: list[tuple[float, GridPlan, Candidate]] = []
+    plans: list[tuple[float, GridPlan, Candidate]] = []
     why: list[ValueError] = []
     unsuited = 0
     suited: dict[int, list[Grid]] = {}  # by the number of stages
@@ -113,20 +113,20 @@ def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int =
             fills, batches = (count, micro_batches) if stages > 1 else (1, count)
             tokens = request.batch_tokens // fills
             try:
-                made = plan(replace(request, pipeline=(stages,), batch_tokens=tokens, micro_batches=batches), grids)
+                one_plan = plan(replace(request, pipeline=(stages,), batch_tokens=tokens, micro_batches=batches), grids)
             except ValueError as error:
                 why.append(error)
             else:
-                found.append((fills * made.best.seconds, made, made.best))
-    if not found:
+                plans.append((fills * one_plan.best.seconds, one_plan, one_plan.best))
+    if not plans:
         if suited.get(1):  # the nearest miss of all: of other pieces too
             plan(replace(request, pipeline=(1,), micro_batches=0), suited[1])
         raise why[0]
-    seconds, made, best = min(found, key=lambda one: one[0])
+    seconds, one_plan, best = min(plans, key=lambda one: one[0])
     ranks = best.stages.ranks if best.stages is not None else 1
-    fit = sum(len(one.ranked) for _, one, _ in found if one.request.pipeline == (ranks,))
-    others = [_other(count, found, (seconds, best)) for count in request.pipeline if count != ranks]
-    return GridChoice(best, seconds, made, fit, len(suited[ranks]) - fit, tuple(others), unsuited)
+    fit = sum(len(one.ranked) for _, one, _ in plans if one.request.pipeline == (ranks,))
+    others = [_other(count, plans, (seconds, best)) for count in request.pipeline if count != ranks]
+    return GridChoice(best, seconds, one_plan, fit, len(suited[ranks]) - fit, tuple(others), unsuited)
 
 
 def _other(

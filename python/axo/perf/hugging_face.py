@@ -71,7 +71,7 @@ def read(fields: Mapping[str, Any], *, name: str = "model", seq_length: int | No
     positions = next(
         (module.num_embeddings for module in model.modules() if _kind(module) == "Embedding" and module is not table), 0
     )
-    found = gpt(
+    workload = gpt(
         name,
         layers=len(blocks),
         hidden=table.embedding_dim,
@@ -95,8 +95,8 @@ def read(fields: Mapping[str, Any], *, name: str = "model", seq_length: int | No
         positions=positions,
         tied=tied,
     )
-    _check_count(found, model, name)
-    return found
+    _check_count(workload, model, name)
+    return workload
 
 
 def build(fields: Mapping[str, Any], name: str) -> Any:

@@ -4,16 +4,20 @@ Collectives come from ``axo.matmul.cost`` (so what is timed is what the engine i
 equation (10) with the latency of a ring, or of a tree for an all-reduce where that is less. Products run at the
 machine's GEMM rate; what only moves memory (norms, activations, residual sums) runs at its memory bandwidth. On CPU
 ranks each layer takes the time beside that in which it is issued (``Machine.layer_us``).
+
+Tesseract multiplies q blocks a product: of its q steps of broadcasts and a product (2 q steps with reduces in backward)
+the first shows, and of the others what their products do not hide. Experts are layers one behind the other.
+
 It does not know what overlaps what: ``axo.perf.model`` and ``axo.perf.simulator`` do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from axo.arrangement import AXONN, Arrangement
+from axo.arrangement import ARRANGEMENTS
 from axo.grid import AXES, Coords, Grid
 from axo.matmul import cost
 from axo.perf.flops import seen
@@ -26,6 +30,7 @@ PRECISIONS = {  # bytes of RunOptions.itemsize, stream and weights
     "bf16-true": {"itemsize": 2, "stream": 2, "weights": 2},
     "32-true": {"itemsize": 4, "stream": 4, "weights": 4},
 }
+T = TypeVar("T")
 KEPT = ("linear", "attention")  # whose results selective recomputation keeps
 OPTIMIZER_BYTES = 32.0  # a parameter: fp32 weight, two moments and gradient read, weight and moments written, bf16 copy
 HOST_BYTES = 28.0  # of an update in the host's memory: weight, gradient and two moments read, all but one written
@@ -52,6 +57,7 @@ class RunOptions:
             them is run again, and all its collectives.
         sequence_parallel: The tokens of the residual stream are split over x: the same bytes, but what is on the stream
             (``Layer.on_stream``) has 1/x of the rows, and no product hides the sums of dI.
+        algorithm: How products are distributed: "axonn" or "tesseract".
     """
 
     batch_tokens: int
@@ -67,6 +73,7 @@ class RunOptions:
     selective: bool = False
     offload: bool = False
     sequence_parallel: bool = False
+    algorithm: str = "axonn"
 
     def token_ranks(self, grid: Grid) -> int:
         """Ranks that the tokens of the residual stream are split over."""
@@ -87,8 +94,21 @@ class RunOptions:
         return 1.0 / grid.data if self.zero else 1.0
 
     def group_rows(self, grid: Grid) -> int:
-        """Rows of one data-parallel group and micro-batch: m of the equations."""
-        return self.rows or max(1, round(self.batch_tokens / (grid.data * self.micro_batches)))
+        """Rows of one data-parallel group and micro-batch of ``held_as``: m of the equations."""
+        return self.rows or max(1, round(self.batch_tokens / (self.held_as(grid).data * self.micro_batches)))
+
+    def held_as(self, grid: Grid) -> Grid:
+        """The grid on which axonn's ranks hold what those of this algorithm hold on ``grid``.
+
+        On q x q x d x data a rank of Tesseract has 1/q of all features, 1/(q d data) of the rows and 1/q^2 of the
+        weights: as much as with axonn on q x q x 1 x (q d data), of q times as many ranks.
+        """
+        return grid if self.algorithm == "axonn" else Grid(grid.x, grid.y, 1, grid.data * grid.z * grid.x)
+
+    def shard(self, grid: Grid, parameters: float) -> float:
+        """A rank's part of so many parameters."""
+        blocks = self.held_as(grid)
+        return parameters / (blocks.x * blocks.y * blocks.z)
 
 
 class Network:
@@ -129,6 +149,8 @@ class LayerCost(NamedTuple):
     scatter: float  # reduce-scatter of dW, all-reduce of the bias gradient over z
     reduced: float  # bytes that are all-reduced over data, the same for any size of it
     reduces: float  # and in how many calls
+    hidden: dict[str, float]  # behind the layer's own products, in forward and in all, by axis: steps of Tesseract
+    hidden_forward: dict[str, float]
 
 
 def optimizer_seconds(machine: Machine, grid: Grid, run: RunOptions, shard: float) -> float:
@@ -165,65 +187,37 @@ def calls_of(
     *,
     checkpointed: bool = False,
     gathers: int = 1,
-    arrangement: Arrangement = AXONN,
     coords: Coords = cost.FIRST,
 ) -> list[cost.Call]:
     """Return the collectives of one layer in one step (``rows`` of one data-parallel group), from its cost().
 
     Those of one expert, where there are several.
     """
-    rows = max(1, round(rows * layer.rows))
-    split = run.sequence_parallel
+    rows, split = max(1, round(rows * layer.rows)), run.sequence_parallel
+    arrangement = ARRANGEMENTS[run.algorithm]
+    where: dict[str, Any] = {"arrangement": arrangement, "coords": coords}
     if layer.kind == "linear":
-        copies = layer.kv_copies(grid.x)
-        gathered: list[cost.Call] = []
+        copies, gathered = layer.kv_copies(grid.x), list[cost.Call]()
         if split and layer.gathers:
             gathered = cost.gather_sequence(
                 grid, rows, layer.in_features, itemsize=run.itemsize, recompute=checkpointed, coords=coords
             )
+        sums = layer.input_grad and (arrangement.square or not layer.shares_input)  # else summed with the first's
         return gathered + cost.linear(
-            grid,
-            rows,
-            layer.in_features,
-            layer.out_features,
-            layer.bias,
-            transposed=layer.transposed,
-            itemsize=run.itemsize,
-            recompute=checkpointed,
-            gathers=gathers,
-            input_grad=layer.input_grad and (arrangement.square or not layer.shares_input),  # summed with the first's
-            copied_features=layer.kv_features if copies > 1 else 0,
-            copies=copies,
-            sequence_parallel=split,
-            arrangement=arrangement,
-            coords=coords,
-        )
+            grid, rows, layer.in_features, layer.out_features, layer.bias, transposed=layer.transposed,
+            itemsize=run.itemsize, recompute=checkpointed, gathers=gathers, input_grad=sums,
+            copied_features=layer.kv_features if copies > 1 else 0, copies=copies, sequence_parallel=split, **where,
+        )  # fmt: skip
     if layer.kind == "embedding":
-        return cost.embedding(
-            grid,
-            rows,
-            layer.in_features,
-            layer.out_features,
-            sequence_parallel=split,
-            arrangement=arrangement,
-            coords=coords,
-        )
+        return cost.embedding(grid, rows, layer.in_features, layer.out_features, sequence_parallel=split, **where)
     if layer.kind == "norm":
         return cost.norm(
-            grid,
-            rows,
-            layer.out_features or layer.in_features,
-            kind=layer.norm,
-            recompute=checkpointed,
+            grid, rows, layer.out_features or layer.in_features, kind=layer.norm, recompute=checkpointed,
             sequence_parallel=split and layer.on_stream,
             axis=arrangement.inner if layer.over == "x" else layer.over or None,
-            sum_grad_over=() if layer.over else (arrangement.inner,),
-            arrangement=arrangement,
-            coords=coords,
-        )
-    if layer.kind == "loss":
-        return cost.cross_entropy(grid, rows, arrangement=arrangement, coords=coords)
-    return []
+            sum_grad_over=() if layer.over else (arrangement.inner,), **where,
+        )  # fmt: skip
+    return cost.cross_entropy(grid, rows, **where) if layer.kind == "loss" else []
 
 
 def ends_block(layers: tuple[Layer, ...]) -> Layer | None:
@@ -240,30 +234,56 @@ def ends_block(layers: tuple[Layer, ...]) -> Layer | None:
 def layer_cost(
     layer: Layer, grid: Grid, rows: int, run: RunOptions, machine: Machine, network: Network, seq_length: int
 ) -> LayerCost:
-    """Return the seconds of one layer (``rows`` of one data-parallel group)."""
+    """Return the seconds of one layer (``rows`` of one data-parallel group of ``run.held_as(grid)``)."""
+    token_ranks, square = run.token_ranks(grid) if layer.on_stream else 1, run.algorithm != "axonn"
+    times = products(layer, run.held_as(grid), rows, machine, seq_length, token_ranks)
+    blocks = grid.x if square and layer.kind == "linear" else 1
+    forward, input_grad, weight_grad = (blocks * seconds for seconds in times)
     gather = scatter = reduced = reduces = 0.0
-    output: dict[str, float] = {}
-    input_reduce: dict[str, float] = {}
-    blocking: dict[str, float] = {}
-    for call in calls_of(layer, grid, rows, run):
+    output, input_reduce, blocking = (dict[str, float]() for _ in range(3))
+    steps: dict[str, dict[str, float]] = {cost.FORWARD: {}, cost.BACKWARD: {}}
+    for call in calls_of(layer, grid, rows * (grid.x * grid.z if square else 1), run):
         if call.axis == "data":
             reduced += layer.experts * call.calls * call.elements * call.itemsize
             reduces += layer.experts * call.calls
             continue
         seconds = layer.experts * call.calls * network.seconds(call.op, call.axis, call.elements * call.itemsize)
-        if call.purpose == cost.GATHER_WEIGHT:
-            gather += seconds
-        elif call.purpose in (cost.SCATTER_WEIGHT_GRAD, cost.REDUCE_WEIGHT_GRAD):
+        if call.purpose == cost.REDUCE_WEIGHT_GRAD or (call.purpose == cost.SCATTER_WEIGHT_GRAD and not square):
             scatter += seconds
+        elif call.purpose == cost.GATHER_WEIGHT and not square:
+            gather += seconds
         else:
             into = output if call.phase == cost.FORWARD else blocking
             if call.purpose == cost.REDUCE_INPUT_GRAD and call.op == "all_reduce":  # not of gathered tokens
                 into = input_reduce
+            elif STEPS.get(call.purpose, frozenset("-")) <= run.overlap:
+                into = steps[call.phase]
             into[call.axis] = into.get(call.axis, 0.0) + seconds
-    token_ranks = run.token_ranks(grid) if layer.on_stream else 1
-    forward, input_grad, weight_grad = products(layer, grid, rows, machine, seq_length, token_ranks)
-    times = (forward, input_grad, weight_grad, gather, output, input_reduce, blocking, scatter)
-    return LayerCost(*times, reduced, reduces)
+    hidden = [
+        _shown_steps(steps[cost.FORWARD], blocks, forward, output),
+        _shown_steps(steps[cost.BACKWARD], 2 * blocks, input_grad + weight_grad, blocking),
+    ]
+    both = {axis: hidden[0].get(axis, 0.0) + hidden[1].get(axis, 0.0) for axis in hidden[0] | hidden[1]}
+    sent = (gather, output, input_reduce, blocking, scatter, reduced, reduces, both, hidden[0])
+    return LayerCost(forward, input_grad, weight_grad, *sent)
+
+
+STEPS = {  # what lets steps of Tesseract hide behind the products of others
+    cost.BROADCAST_BLOCK: frozenset({"oag"}),
+    cost.REDUCE_BLOCK: frozenset({"oar", "ors"}),
+    cost.SUM_WEIGHT_BLOCK: frozenset({"oar", "ors"}),
+}
+
+
+def _shown_steps(steps: dict[str, float], count: int, compute: float, shown: dict[str, float]) -> dict[str, float]:
+    """Add to ``shown``, by axis, what the products of ``count`` steps do not hide; return the rest."""
+    total = sum(steps.values())
+    if not total:
+        return {}
+    share = (total / count + (count - 1) * max(0.0, (total - compute) / count)) / total
+    for axis, seconds in steps.items():
+        shown[axis] = shown.get(axis, 0.0) + share * seconds
+    return {axis: (1.0 - share) * seconds for axis, seconds in steps.items()}
 
 
 AxisSeconds = tuple[float, float]  # seconds over x, over y
@@ -286,6 +306,8 @@ class BlockCost(NamedTuple):
     blocking: AxisSeconds
     reduce: AxisSeconds  # all-reduces of dI; below, the communication time that dW products beside them do not hide
     shown_reduce: AxisSeconds
+    hidden: AxisSeconds  # by layers' own products; of these, in forward
+    hidden_forward: AxisSeconds
     reduced: float
     reduces: float
     parameters: int
@@ -297,7 +319,7 @@ def block_cost(layers: tuple[Layer, ...], costs: list[LayerCost], run: RunOption
     """Add up the layers of a block."""
     forward = inputs = weights = stream = again_kept = gather = scatter = last_scatter = reduced = reduces = 0.0
     parameters, segments = 0, list[tuple[float, float, AxisSeconds]]()
-    output, blocking, reduce, shown = ([0.0, 0.0] for _ in range(4))
+    output, blocking, reduce, shown, hidden, hidden_forward = ([0.0, 0.0] for _ in range(6))
     waits, path, sums = 0.0, 0.0, (0.0, 0.0)  # of the segment so far
     for layer, one in zip(layers, costs, strict=True):
         forward, inputs, weights = forward + one.forward, inputs + one.input_grad, weights + one.weight_grad
@@ -319,57 +341,57 @@ def block_cost(layers: tuple[Layer, ...], costs: list[LayerCost], run: RunOption
         for axis, seconds in one.input_reduce.items():
             reduce[axis == "y"] += seconds
             shown[axis == "y"] += max(0.0, seconds - one.weight_grad)
+        for total, by_axis in ((hidden, one.hidden), (hidden_forward, one.hidden_forward)):
+            for axis, seconds in by_axis.items():
+                total[axis == "y"] += seconds
     segments.append((waits, path, sums))
     ends = ends_block(layers) if run.sequence_parallel else None
     twice = output[0] if ends is None else output[0] - costs[layers.index(ends)].output.get("x", 0.0)
-    pairs = [(each[0], each[1]) for each in (output, (twice, output[1]), blocking, reduce, shown)]
+    pairs = [
+        (each[0], each[1]) for each in (output, (twice, output[1]), blocking, reduce, shown, hidden, hidden_forward)
+    ]
     times = (forward, inputs, weights, stream, forward, again_kept, gather, scatter, last_scatter)
     return BlockCost._make([*times, *pairs, reduced, reduces, parameters, segments])
 
 
-class MicroBatch(NamedTuple):
-    """Seconds of one micro-batch, without data and the optimizer.
+class Computed:
+    """What plans of one request share: each thing is computed once."""
 
-    Attributes:
-        compute: Products. exposed: Over x, y, z, the communication time that products do not hide.
-        communication: All of it.
-    """
+    def __init__(self) -> None:
+        self._values: dict[object, Any] = {}
 
-    compute: float
-    exposed: tuple[float, ...]
-    communication: tuple[float, ...]
-    reduced: float  # bytes over data, and calls
-    reduces: float
+    def once(self, key: object, compute: Callable[[], T]) -> T:
+        """What ``compute`` returns, or has returned for this key."""
+        if key not in self._values:
+            self._values[key] = compute()
+        value: T = self._values[key]
+        return value
 
 
-class Costs:
-    """What plans of one request share: networks, and blocks, of which most does not depend on data."""
+class Costs(Computed):
+    """Costs of networks, layers and blocks on one machine; most of them do not depend on data."""
 
     def __init__(self, machine: Machine, seq_length: int) -> None:
+        super().__init__()
         self.machine, self.seq_length = machine, seq_length
-        self._networks: dict[Grid, Network] = {}
-        self._layers: dict[tuple[int, ...], dict[Layer, LayerCost]] = {}
-        self._blocks: dict[tuple[object, ...], BlockCost] = {}
-        self._alike: dict[Layer, Layer] = {}
-        self.micro_batches: dict[tuple[object, ...], MicroBatch] = {}
 
     def network(self, grid: Grid) -> Network:
         """The network of one grid."""
-        if grid not in self._networks:
-            self._networks[grid] = Network(self.machine, grid)
-        return self._networks[grid]
+        return self.once(grid, lambda: Network(self.machine, grid))
+
+    def layer(self, layer: Layer, grid: Grid, rows: int, run: RunOptions) -> LayerCost:
+        """The cost of a layer; ``rows`` of one data-parallel group."""
+        return self.once(
+            (layer.nameless, grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel, run.algorithm),
+            lambda: layer_cost(layer, grid, rows, run, self.machine, self.network(grid), self.seq_length),
+        )
 
     def block(self, block: Block, grid: Grid, rows: int, run: RunOptions) -> BlockCost:
         """The cost of a block; ``rows`` of one data-parallel group."""
-        here = (grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel)
-        if (*here, block.once) not in self._blocks:
-            network, known = self.network(grid), self._layers.setdefault(here, {})
-            alike = [self._alike.setdefault(layer.nameless, layer.nameless) for layer in block.layers]
-            for layer in alike:
-                if layer not in known:
-                    known[layer] = layer_cost(layer, grid, rows, run, self.machine, network, self.seq_length)
-            self._blocks[*here, block.once] = block_cost(block.layers, [known[layer] for layer in alike], run)
-        return self._blocks[*here, block.once]
+        return self.once(
+            (block.once, grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel, run.algorithm),
+            lambda: block_cost(block.layers, [self.layer(one, grid, rows, run) for one in block.layers], run),
+        )
 
 
 def products(

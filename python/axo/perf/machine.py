@@ -378,11 +378,11 @@ class _MachineReader:
         rows = self.values.get("gemms") or []
         if not isinstance(rows, list):
             raise self.fail("gemms", "is not a list of {m, k, n, tflops}")
-        found = []
+        gemms = []
         for row, node in zip(rows, self.nodes["gemms"].value if rows else [], strict=True):
             line = node.start_mark.line + 1
             if not isinstance(row, dict) or not {"m", "k", "n", "tflops"} <= set(row):
                 raise self.fail("gemms", f"{files.shown(row)} lacks one of m, k, n, tflops", line)
             m, k, n, tflops = (self.number("gemms", row[part], line=line) for part in ("m", "k", "n", "tflops"))
-            found.append(Gemm(math.ceil(m), math.ceil(k), math.ceil(n), tflops))
-        return tuple(found)
+            gemms.append(Gemm(math.ceil(m), math.ceil(k), math.ceil(n), tflops))
+        return tuple(gemms)

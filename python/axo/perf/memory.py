@@ -37,13 +37,13 @@ The allocator's waste is a flat share (`SLACK`), the communication library's and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from axo.grid import Grid
 from axo.matmul import activations
 from axo.matmul.cost import chunk
-from axo.perf.layer_time import RunOptions, ends_block
+from axo.perf.layer_time import Computed, RunOptions, ends_block
 from axo.perf.machine import Machine
 from axo.perf.workload import Block, Layer, Workload
 
@@ -131,12 +131,8 @@ class _OfBlock(NamedTuple):
     peaks: dict[tuple[float, bool], float]  # what ``_backward`` found, by what it depends on
 
 
-KnownBlocks = dict[tuple[object, ...], _OfBlock]
-
-
-def _of_block(block: Block, grid: Grid, rows: int, run: RunOptions, known: KnownBlocks) -> _OfBlock:
-    key = (block.once, grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel)
-    if key not in known:
+def _of_block(block: Block, grid: Grid, rows: int, run: RunOptions, computed: Computed) -> _OfBlock:
+    def count() -> _OfBlock:
         layers = [_of_layer(layer, grid, rows, run) for layer in block.layers]
         columns = list(zip(*layers, strict=True))
         kept, _, results, of_weights, _, gradients = map(sum, columns)
@@ -144,100 +140,139 @@ def _of_block(block: Block, grid: Grid, rows: int, run: RunOptions, known: Known
         into = block_input(block, grid, rows, run)
         last = ends_block(block.layers) if run.token_ranks(grid) > 1 else None
         unsummed = 0.0 if last is None else products_kept(last, grid, rows, run)
-        largest = max(columns[3])
-        known[key] = _OfBlock(layers, has_loss, kept, results, of_weights, largest, into, unsummed, gradients, {})
-    return known[key]
+        return _OfBlock(layers, has_loss, kept, results, of_weights, max(columns[3]), into, unsummed, gradients, {})
+
+    return computed.once(
+        (block.once, "memory", grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel), count
+    )
 
 
 def _of_layer(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> _OfLayer:
-    found = (
+    always = (
         saved(layer, grid, rows, run),
         gradients_through(layer, grid, rows, run),
         products_kept(layer, grid, rows, run),
     )
     if layer.kind != "linear":
-        return _OfLayer(*found)
+        return _OfLayer(*always)
     gradient = (run.weights if grid.z * grid.data == 1 else run.itemsize) * layer.parameters / (grid.x * grid.y)
     scattered = run.itemsize * layer.parameters / (grid.x * grid.y) if grid.z > 1 else 0.0
-    return _OfLayer(*found, read(layer, grid, run), scattered, gradient / grid.z)
+    return _OfLayer(*always, read(layer, grid, run), scattered, gradient / grid.z)
 
 
-def estimate(workload: Workload, grid: Grid, run: RunOptions, known: KnownBlocks | None = None) -> Memory:
+def of_model(computed: Computed, workload: Workload, grid: Grid, run: RunOptions) -> Memory:
+    """``estimate``, computed once: of data it depends only where ZeRO cuts over it, or it is 1."""
+    if run.algorithm != "axonn":
+        return estimate(workload, grid, run, computed)
+    cut = (run.zero, grid.data) if run.zero else (0, grid.data > 1)
+    way = (run.rows, run.micro_batches > 1, run.cached_gathers, run.selective, run.sequence_parallel)
+    one = computed.once(
+        (workload, "memory", grid.x, grid.y, grid.z, *cut, *way),
+        lambda: estimate(workload, grid, replace(run, offload=False), computed),
+    )
+    return replace(one, optimizer=0.0) if run.offload else one
+
+
+class _Gradients:
+    """Gradients while backward goes from the head to the embedding; ``made``: bytes of them so far."""
+
+    def __init__(self, workload: Workload, grid: Grid, run: RunOptions) -> None:
+        self.shard = (workload.parameters + workload.copied(grid)) / (grid.x * grid.y * grid.z)
+        self.share = run.optimizer_share(grid) if run.zero == 2 else 1.0  # of them, that stays on this rank
+        self.alone = grid.z * grid.data == 1  # none is reduced: autograd puts a gradient into .grad at once
+        self.products = workload.of_products / workload.parameters * self.shard
+        # Of norms and tables, in the dtype of weights.
+        self.others = min(run.weights * (self.shard - self.products), run.bucket_bytes)
+        self.grid, self.run, self.made = grid, run, 0.0
+
+    def held(self) -> float:
+        """This rank's share of what is made, and the buckets in which others wait for the rest."""
+        run = self.run
+        if self.grid.data == 1:  # alone, autograd adds to the gradients that earlier micro-batches left
+            return 0.0 if self.alone and run.micro_batches > 1 else self.made
+        mine = self.share * self.made
+        return mine + min(run.itemsize * self.products - mine, run.bucket_bytes) + self.others
+
+
+def estimate(workload: Workload, grid: Grid, run: RunOptions, computed: Computed | None = None) -> Memory:
     """Return the memory of one rank; shards and rows that do not divide are rounded up.
 
     Args:
-        known: What estimates of this workload with the same precision and overlaps found; more is put in.
+        computed: By other plans of this workload with the same precision and overlaps; more is put in.
     """
-    known = {} if known is None else known
-    rows = chunk(run.group_rows(grid), grid.z)
-    shard = (workload.parameters + workload.copied(grid)) / (grid.x * grid.y * grid.z)
-    of_blocks = [(block, _of_block(block, grid, rows, run, known)) for block in workload.blocks]
-    at_once = _gathered([(block.repeat, one) for block, one in of_blocks if not one.has_loss], grid, run)
-    share = run.optimizer_share(grid) if run.zero == 2 else 1.0  # of the gradients, that stays on this rank
-    alone = grid.z * grid.data == 1  # no gradient is reduced: autograd puts a gradient into .grad at once
+    if run.algorithm != "axonn":
+        return estimate(
+            workload, run.held_as(grid), replace(run, algorithm="axonn", rows=run.group_rows(grid)), computed
+        )
+    computed = computed or Computed()
+    rows, gradients = chunk(run.group_rows(grid), grid.z), _Gradients(workload, grid, run)
+    of_blocks = [(block, _of_block(block, grid, rows, run, computed)) for block in workload.blocks]
+    gathered = _gathered([(block.repeat, one) for block, one in of_blocks if not one.has_loss], grid, run)
     kept = logits = head = 0.0
     extra = [0.0]  # while blocks run backward: bytes more than when the loss was there
-    made = 0.0  # bytes of gradients so far
-
-    products = workload.of_products / workload.parameters * shard
-    others = min(run.weights * (shard - products), run.bucket_bytes)  # gradients of norms and tables, in weights' dtype
-
-    def gradients() -> float:  # this rank's share of them, and the buckets in which others wait for the rest
-        if grid.data == 1:
-            return 0.0 if alone and run.micro_batches > 1 else made  # autograd adds to the gradients that are there
-        return share * made + min(run.itemsize * products - share * made, run.bucket_bytes) + others
-
     freed = of_head = 0.0
     for block, one in reversed(of_blocks):
-        of_weights = one.of_weights
         if one.has_loss:
             logits += one.saved
-            head = of_weights + _backward(block, one, grid, run) + gradients()
-            if run.itemsize != run.weights and grid.data > 1 and not any(layer.bias for layer in block.layers):
-                head -= others  # their bucket is made after the product
-            before_head = run.cached_gathers * of_weights + one.layers[-1].through
-            if not run.cached_gathers:
-                before_head -= at_once  # forward has freed all
-                if grid.z > 1 and "oag" in run.overlap:
-                    head -= at_once / 2  # of the two blocks that are gathered at a time, one has not been asked for yet
-            head = max(head, before_head)
-            made += one.gradients
+            head = _head(block, one, run, gradients, gathered)
+            gradients.made += one.gradients
             of_head = one.gradients * grid.z
             continue
         results = one.results if run.selective else 0.0
         mine = one.input + results if block.checkpointed else one.saved
         kept += block.repeat * mine
         if one.gradients:
-            output = one.input  # its gradient, as large as the input
-            rerun = 0.0  # bytes that running the block again saves
-            if block.checkpointed:
-                rerun = one.saved - results - _first_input(block.layers[0], one.input, run) + one.unsummed
             # The head's gradient may still be under way: only gathers of a block make earlier collectives complete.
             ahead = of_head if run.cached_gathers and grid.z > 1 else 0.0
-            working = rerun + output + _backward(block, one, grid, run, ahead)
-            if block.checkpointed:  # at the end of its second forward, for which its weights were cast again
-                cast = of_weights * run.cached_gathers if grid.z == 1 else 0.0
-                working = max(working, rerun + output + _unsaved(block, one.input, grid, run, rerun=True) + cast)
-                working = max(working, output + one.unsummed + _while_summed(block, one, grid, run))
+            working, frees = _working(block, one, grid, run, ahead), mine + run.cached_gathers * one.of_weights
             extra.append(_unsaved(block, one.input, grid, run, rerun=False))
-            frees = mine + run.cached_gathers * of_weights
-            extra.append(gradients() + working - freed)  # the last of these blocks, then the first
-            made, freed = made + (block.repeat - 1) * one.gradients, freed + (block.repeat - 1) * frees
-            extra.append(gradients() + working - freed)
-            made, freed = made + one.gradients, freed + frees
-    copied = run.itemsize != run.weights and not alone
+            for before in (0, block.repeat - 1):  # the last of these blocks, then the first
+                gradients.made, freed = gradients.made + before * one.gradients, freed + before * frees
+                extra.append(gradients.held() + working - freed)
+            gradients.made, freed = gradients.made + one.gradients, freed + frees
+    shard, share = gradients.shard, gradients.share
+    copied = run.itemsize != run.weights and not gradients.alone
     waiting = min((1 - share) * run.itemsize * shard, run.bucket_bytes)  # with ZeRO-2, a bucket at a time is whole
     return Memory(
         weights=run.weights * (shard + workload.tables),
         gradients=run.weights * shard * share,
         optimizer=0.0 if run.offload else 2.0 * run.weights * shard * run.optimizer_share(grid),
         buckets=run.itemsize * shard * share * copied + waiting,
-        gathered=at_once,
+        gathered=gathered,
         kept=kept,
         working=max(extra),
         logits=logits,
         head=head,
         accumulates=run.micro_batches > 1,
+    )
+
+
+def _head(block: Block, one: _OfBlock, run: RunOptions, gradients: _Gradients, gathered: float) -> float:
+    """Bytes of the block of the loss, beside what it saves: before its backward, or at the fullest moment of it."""
+    grid, before = gradients.grid, run.cached_gathers * one.of_weights + one.layers[-1].through
+    during = one.of_weights + _backward(block, one, grid, run) + gradients.held()
+    if run.itemsize != run.weights and grid.data > 1 and not any(layer.bias for layer in block.layers):
+        during -= gradients.others  # their bucket is made after the product
+    if not run.cached_gathers:
+        before -= gathered  # forward has freed all
+        if grid.z > 1 and "oag" in run.overlap:  # of two blocks that are gathered at a time, one is not asked for yet
+            during -= gathered / 2
+    return max(during, before)
+
+
+def _working(block: Block, one: _OfBlock, grid: Grid, run: RunOptions, ahead: float) -> float:
+    """Bytes at the fullest moment of a block's backward, on top of what it has kept; ``ahead``: of a gradient that is
+    still under way."""
+    output = one.input  # its gradient, as large as the input
+    if not block.checkpointed:
+        return output + _backward(block, one, grid, run, ahead)
+    results = one.results if run.selective else 0.0
+    rerun = one.saved - results - _first_input(block.layers[0], one.input, run) + one.unsummed  # what it saves again
+    cast = one.of_weights * run.cached_gathers if grid.z == 1 else 0.0  # its weights, for its second forward
+    return output + max(
+        rerun + _backward(block, one, grid, run, ahead),
+        rerun + _unsaved(block, one.input, grid, run, rerun=True) + cast,
+        one.unsummed + _while_summed(block, one, grid, run),
     )
 
 
@@ -313,8 +348,8 @@ def _unsaved(block: Block, of_input: float, grid: Grid, run: RunOptions, *, reru
     copies = 2.0 * branch * (rerun or not run.selective or grid.x > 1)
     if run.selective and rerun and grid.x > 1:
         copies += branch
-    made = branch * casts if rerun else of_input
-    return made + copies + of_input * (parallel or first) + of_input * (bool(norms) and (casts or first))
+    output = branch * casts if rerun else of_input
+    return output + copies + of_input * (parallel or first) + of_input * (bool(norms) and (casts or first))
 
 
 def _backward(block: Block, one: _OfBlock, grid: Grid, run: RunOptions, ahead: float = 0.0) -> float:

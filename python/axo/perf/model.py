@@ -15,18 +15,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from axo.grid import AXES, Grid
-from axo.perf.layer_time import (
-    AxisSeconds,
-    BlockCost,
-    Costs,
-    MicroBatch,
-    Network,
-    RunOptions,
-    data_seconds,
-    optimizer_seconds,
-)
+from axo.perf.layer_time import AxisSeconds, BlockCost, Costs, Network, RunOptions, data_seconds, optimizer_seconds
 from axo.perf.machine import Machine
 from axo.perf.workload import Block, Workload
 
@@ -64,20 +56,35 @@ class StepTime:
         self.contention = machine.contention * max(0.0, min(self.hidden, self.compute))
 
 
-def predict(workload: Workload, grid: Grid, machine: Machine, run: RunOptions, known: Costs | None = None) -> StepTime:
+class MicroBatch(NamedTuple):
+    """Seconds of one micro-batch, without data and the optimizer.
+
+    Attributes:
+        compute: Products. exposed: Over x, y, z, the communication time that products do not hide.
+        communication: All of it.
+    """
+
+    compute: float
+    exposed: tuple[float, ...]
+    communication: tuple[float, ...]
+    reduced: float  # bytes over data, and calls
+    reduces: float
+
+
+def predict(workload: Workload, grid: Grid, machine: Machine, run: RunOptions, costs: Costs | None = None) -> StepTime:
     """Predict the time of one step of ``workload`` on ``grid``.
 
     Args:
-        known: What other predictions of this workload on this machine found; more is put in.
+        costs: What other predictions of this workload on this machine have computed; more is put in.
 
     Returns:
         Products, exposed and total communication by axis, optimizer: seconds.
     """
-    known = known or Costs(machine, workload.seq_length)
-    network, pieces = known.network(grid), run.micro_batches
-    one = micro_batch(workload, grid, run, known)
+    costs = costs or Costs(machine, workload.seq_length)
+    network, pieces = costs.network(grid), run.micro_batches
+    one = micro_batch(workload, grid, run, costs)
     reduced = network.seconds("all_reduce", "data", one.reduced, one.reduces) if one.reduces else 0.0
-    shard = workload.parameters / (grid.x * grid.y * grid.z)
+    shard = run.shard(grid, workload.parameters)
     data = data_seconds(network, reduced, shard, run)
     exposed = {axis: pieces * seconds for axis, seconds in zip("xyz", one.exposed, strict=True)} | {"data": data}
     sent = {axis: pieces * seconds for axis, seconds in zip("xyz", one.communication, strict=True)} | {"data": data}
@@ -87,17 +94,18 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: RunOptions, k
     return step
 
 
-def micro_batch(workload: Workload, grid: Grid, run: RunOptions, known: Costs) -> MicroBatch:
+def micro_batch(workload: Workload, grid: Grid, run: RunOptions, costs: Costs) -> MicroBatch:
     """Lay the collectives of one micro-batch over its products."""
     rows = run.group_rows(grid)
-    way = (workload, run.selective, run.cached_gathers, run.sequence_parallel)
-    key = (grid.x, grid.y, grid.z, grid.data > 1, rows, *way)
-    if key not in known.micro_batches:
-        pieces = _Pieces(run, known.network(grid))
+
+    def lay() -> MicroBatch:
+        pieces = _Pieces(run, costs.network(grid))
         for block in workload.blocks:
-            pieces.block(block, known.block(block, grid, rows, run))
-        known.micro_batches[key] = pieces.finish()
-    return known.micro_batches[key]
+            pieces.block(block, costs.block(block, grid, rows, run))
+        return pieces.finish()
+
+    way = (workload, run.selective, run.cached_gathers, run.sequence_parallel, run.algorithm)
+    return costs.once((grid.x, grid.y, grid.z, grid.data > 1, rows, *way), lay)
 
 
 class _Pieces:
@@ -119,6 +127,8 @@ class _Pieces:
         times = block.repeat
         self.compute += times * (one.forward + one.input_grad + one.weight_grad)
         self.reduced, self.reduces = self.reduced + times * one.reduced, self.reduces + times * one.reduces
+        for axis in (0, 1):
+            self.sent[axis] += times * (one.hidden[axis] + block.checkpointed * one.hidden_forward[axis])
         self._forward(one, times)
         if block.checkpointed:
             again = one.again_kept if self.run.selective else one.again

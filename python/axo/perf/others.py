@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from axo.perf.candidate import Candidate, MemoryOptions, ways
-from axo.perf.planner import GridPlan, cause, consider
-from axo.perf.stages import Known
+from axo.perf.layer_time import Costs
+from axo.perf.planner import Candidate, GridPlan, cause, consider
+from axo.perf.request import MemoryOptions
 
 MOST_ASKED = 100  # grids; where nothing of a kind fits on the fastest, it is not of use
 EXPLAINED = ("without stages", "with stages", "axonn", "tesseract")  # kinds of which a sentence says more
@@ -33,7 +33,7 @@ KINDS: dict[str, Predicate] = {
 }
 
 
-class Other(NamedTuple):
+class Alternative(NamedTuple):
     """The fastest plan of a kind; where none fits, of the grids that were asked the one that needs least."""
 
     kind: str
@@ -41,20 +41,20 @@ class Other(NamedTuple):
     why: str
 
 
-def others(made: GridPlan) -> list[Other]:
+def others(made: GridPlan) -> list[Alternative]:
     """Return the best of each kind that was tried and that ``made.best`` is not of."""
-    known, found = Known(made.request.machine, made.request.workload), list[Other]()
+    costs, found = Costs(made.request.machine, made.request.workload.seq_length), list[Alternative]()
     for kind, belongs in KINDS.items():
         if _is(belongs, made.best):
             continue
-        one, stopped = _best(made, belongs, known)
+        one, stopped = _best(made, belongs, costs)
         if one is not None:
             where = f" on the {MOST_ASKED} fastest grids" if stopped else ""
             if one.time is None or made.best.time is None:
                 why = f"does not fit{where}: {one.reason}"
             else:
                 why = f"most of it {cause(one.time, made.best.time)}" + (f"; the best{where}" if stopped else "")
-            found.append(Other(kind, one, why))
+            found.append(Alternative(kind, one, why))
     return found
 
 
@@ -62,7 +62,7 @@ def _is(belongs: Predicate, one: Candidate) -> bool:
     return belongs(one.pipeline, one.algorithm, one.way)
 
 
-def _best(made: GridPlan, belongs: Predicate, known: Known) -> tuple[Candidate | None, bool]:
+def _best(made: GridPlan, belongs: Predicate, costs: Costs) -> tuple[Candidate | None, bool]:
     """The best of a kind, and whether grids were left unasked that might have been better."""
     best: Candidate | None = None
     nearest: Candidate | None = None
@@ -73,7 +73,7 @@ def _best(made: GridPlan, belongs: Predicate, known: Known) -> tuple[Candidate |
         if _is(belongs, candidate):
             best = candidate
             break
-        tried = [way for way in ways(made.request, candidate.grid)
+        tried = [way for way in made.request.ways(candidate.grid)
                  if belongs(candidate.pipeline, candidate.algorithm, way)]  # fmt: skip
         if candidate.algorithm != "axonn" or not tried:
             continue
@@ -81,7 +81,7 @@ def _best(made: GridPlan, belongs: Predicate, known: Known) -> tuple[Candidate |
             stopped = True
             continue
         asked += 1
-        one = consider(made.request, candidate.grid, candidate.pipeline, known, tried)
+        one = consider(made.request, candidate.grid, candidate.pipeline, costs, tried)
         if not one.reason and (best is None or one.seconds < best.seconds):
             best = one
         if one.memory is not None and (nearest is None or nearest.memory is None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from axo.grid import AXES
 from axo.perf.command import PLACEHOLDERS, command_line, litgpt_line
 from axo.perf.memory import GIB
-from axo.perf.others import Other, others
+from axo.perf.others import Alternative, others
 from axo.perf.planner import INTERVAL, Candidate, GridPlan
 from axo.perf.stages import Stages
 
@@ -176,15 +176,15 @@ def plan_table(made: GridPlan, top: int) -> Table:
     return header, rows
 
 
-def others_table(found: Sequence[Other], best: Candidate) -> Table:
+def others_table(found: Sequence[Alternative], best: Candidate) -> Table:
     """Return the best plan of each other kind, how far it is behind, and why."""
     rows = []
     for kind, one, why in found:
         seconds, behind = "", ""
         if one.time is not None:
             seconds, behind = f"{one.seconds:.2f}", f"{100 * (one.seconds / best.seconds - 1):+.1f}%"
-        held = "" if one.memory is None else f"{one.memory.total / GIB:.1f}"
-        rows.append([kind, one.name, one.way.text, str(one.run.micro_batches), seconds, behind, held, why])
+        size = "" if one.memory is None else f"{one.memory.total / GIB:.1f}"
+        rows.append([kind, one.name, one.way.text, str(one.run.micro_batches), seconds, behind, size, why])
     return ["instead", "grid", "how", "micro", "step s", "behind", "GiB", "why"], rows
 
 
@@ -375,16 +375,15 @@ def plan_page(made: GridPlan, simulation: Simulation, plots: dict[str, bytes]) -
         f"Machine figures calibrated on: {', '.join(asked.machine.calibrated_on) or 'nothing; they are guesses'}.",
         made.why(best),
     ]
-    fullest = simulation.peak_memory / GIB
-    step = f"One simulated step of {best.grid}: {simulation.seconds:.2f} s, at most {fullest:.1f} GiB."
-    found = others(made)
+    step = f"One simulated step of {best.grid}: {simulation.seconds:.2f} s."
+    alternatives = others(made)
     reasons = [f"{candidate.grid}: {candidate.reason}" for candidate in made.left_out[:40]]
     if len(made.left_out) > 40:
         reasons.append(f"and {len(made.left_out) - 40} more")
     sections = [
         ("What was asked", [bullets(facts)]),
         (f"The best {min(SHOWN, len(made.ranked))} of {len(made.ranked)} grids", [html_table(plan_table(made, SHOWN))]),
-        *([("The best of each other choice", [html_table(others_table(found, best))])] if found else []),
+        *([("The best of each other choice", [html_table(others_table(alternatives, best))])] if alternatives else []),
         ("Plots", [image(png, name) for name, png in plots.items()]),
         (f"Traffic of {best.grid}", [html_table(traffic_table(made, best))]),
         (f"Memory of {best.grid}", [html_table(memory_table(best))]),

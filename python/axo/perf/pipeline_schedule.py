@@ -36,6 +36,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from axo.errors import Refused
+from axo.perf import clock
 
 LOOP, V = "loop", "v"
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
@@ -197,11 +198,13 @@ def actions(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action,
 
     check(schedule, microbatches, ranks)
     kind = schedule_kind(schedule)
-    made: Any = getattr(pipelining, kind.torch_name)
+    schedule_class: Any = getattr(pipelining, kind.torch_name)
     # Messages are added by the runtime for real stages; of the order they change nothing.
-    made = type(f"OrderOf{kind.torch_name}", (made,), {"_prepare_schedule_with_comms": lambda self, order: None})
+    schedule_class = type(
+        f"OrderOf{kind.torch_name}", (schedule_class,), {"_prepare_schedule_with_comms": lambda self, order: None}
+    )
     stages = [_stage(index, ranks, kind) for index in range(kind.stages_per_rank)]
-    order = made(stages if kind.stages_per_rank > 1 else stages[0], microbatches)
+    order = schedule_class(stages if kind.stages_per_rank > 1 else stages[0], microbatches)
     listed = order.pipeline_order if kind.stages_per_rank > 1 else order._get_pipeline_order()
     return tuple(_renumbered(kind, _plain(listed[rank])) for rank in range(ranks))
 
@@ -268,33 +271,35 @@ def simulate(
     seconds = {FORWARD: _of_stages(forward_s, stages), INPUT: _of_stages(backward_input_s, stages),
                WEIGHT: _of_stages(backward_weight_s, stages)}  # fmt: skip
     seconds[BACKWARD] = tuple(map(sum, zip(seconds[INPUT], seconds[WEIGHT], strict=True)))
-    queues = actions(schedule, ranks, microbatches)
-    home = [rank_of(stage, stages, ranks, kind.order) for stage in range(stages)]
-    done: dict[tuple[str, int, int], float] = {}  # backward of inputs counts as I, split or not
-    ran: list[TimedAction] = []
-    at, free = [0] * ranks, [0.0] * ranks
-    waiting = list(range(ranks))
-    while waiting:
-        moved = False
-        for rank in waiting:
-            while at[rank] < len(queues[rank]):
-                action = queues[rank][at[rank]]
-                ready = _ready(action, stages, home, done, message_s)
-                if ready is None:
-                    break
-                start = max(free[rank], ready)
-                end = free[rank] = start + seconds[action.kind][action.stage]
-                done[INPUT if action.kind == BACKWARD else action.kind, action.stage, action.microbatch] = end
-                ran.append(TimedAction(rank, action, start, end))
-                at[rank] += 1
-                moved = True
-        waiting = [rank for rank in waiting if at[rank] < len(queues[rank])]
-        assert moved or not waiting, f"{schedule} of {ranks} ranks and {microbatches} micro-batches waits for itself"
-    busy = [0.0] * ranks
-    for one in ran:
-        busy[one.rank] += one.end - one.start
+    listed = [(rank, one) for rank, queue in enumerate(actions(schedule, ranks, microbatches)) for one in queue]
+    # What gives others something: backward of inputs counts as I, split or not.
+    numbers = {(INPUT if one.kind == BACKWARD else one.kind, *one[1:]): n for n, (_, one) in enumerate(listed)}
+    operations, messages = list[clock.Operation](), list[clock.Operation]()
+    for rank, (what, stage, microbatch) in listed:
+        after = []
+        for source in _waits(what, stage, stages):
+            number = numbers[(*source, microbatch)]
+            if message_s and listed[number][0] != rank:
+                after.append(len(listed) + len(messages))
+                messages.append(clock.Operation("message", "from {} {}".format(*source), message_s, (number,)))
+            else:
+                after.append(number)
+        operations.append(clock.Operation(what, str(rank), seconds[what][stage], tuple(after)))
+    spans = clock.run(operations + messages)
+    ran = [TimedAction(rank, one, span.start, span.end)
+           for (rank, one), span in zip(listed, spans[: len(listed)], strict=True)]  # fmt: skip
     ran.sort(key=lambda one: (one.start, one.rank))
-    return Timeline(schedule, ranks, stages, microbatches, max(free), ran, tuple(busy))
+    busy = tuple(sum(one.end - one.start for one in ran if one.rank == rank) for rank in range(ranks))
+    return Timeline(schedule, ranks, stages, microbatches, max(one.end for one in ran), ran, busy)
+
+
+def _waits(kind: str, stage: int, stages: int) -> list[tuple[str, int]]:
+    """What an action waits for: kinds and stages of actions of the same micro-batch."""
+    if kind == WEIGHT:
+        return [(INPUT, stage)]
+    if kind == FORWARD:
+        return [(FORWARD, stage - 1)] if stage else []
+    return [(FORWARD, stage)] + [(INPUT, stage + 1)] * (stage + 1 < stages)
 
 
 def estimate(
@@ -345,24 +350,6 @@ def in_flight(schedule: str, ranks: int, microbatches: int, rank: int = 0) -> fl
     most["interleaved-1f1b"] = (3 * ranks - 1) / 2 - rank
     most["dualpipev"] = ranks + 1 / 2
     return min(microbatches, most.get(schedule, ranks))
-
-
-def _ready(
-    action: Action, stages: int, home: list[int], done: dict[tuple[str, int, int], float], message_s: float
-) -> float | None:
-    """When what an action waits for is there; None: not yet known."""
-    kind, stage, microbatch = action
-    if kind == WEIGHT:
-        return done.get((INPUT, stage, microbatch))
-    waits = [(FORWARD, stage - 1)] if kind == FORWARD else [(FORWARD, stage), (INPUT, stage + 1)]
-    latest = 0.0
-    for what, where in waits:
-        if 0 <= where < stages:
-            when = done.get((what, where, microbatch))
-            if when is None:
-                return None
-            latest = max(latest, when + (message_s if home[where] != home[stage] else 0.0))
-    return latest
 
 
 def _of_stages(value: float | Sequence[float], stages: int) -> tuple[float, ...]:

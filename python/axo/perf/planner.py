@@ -17,24 +17,30 @@ It measures nothing and does not know what else uses the network; ``axo.perf.sim
 
 from __future__ import annotations
 
+import bisect
 import gc
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from axo.grid import AXES, Grid
-from axo.perf import flops, memory, model, tesseract
-from axo.perf.candidate import Candidate as Candidate
-from axo.perf.candidate import MemoryOptions, impossible, needs, run_options, share_that_fits, variant, ways
-from axo.perf.layer_time import RunOptions
+from axo.perf import flops, memory, model
+from axo.perf import pipeline_schedule as schedules
+from axo.perf.layer_time import Costs, RunOptions
+from axo.perf.machine import Machine
+from axo.perf.memory import Memory
 from axo.perf.request import ALGORITHMS as ALGORITHMS
+from axo.perf.request import MemoryOptions
 from axo.perf.request import Request as Request
-from axo.perf.stage_search import consider_stages
-from axo.perf.stages import Known
+from axo.perf.stages import Stages, StageTimes, planned
 from axo.perf.workload import Workload
 
 DAY = 86400.0
+CACHE_LIMIT = 0.9  # of a GPU's memory may be filled with weights kept for their second use
+SIZES_TRIED = 2  # of micro-batches of stages, the smallest first
 # Between these shares of a predicted time lay the middle four fifths of the published runs that were held out
 # (``axo bench exam``): what days and prices are printed with.
 INTERVAL = (0.83, 1.16)
@@ -54,6 +60,52 @@ SEARCHED = ("1f1b", "interleaved-1f1b", "zero-bubble")  # schedules that a searc
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One grid: its prediction, or the reason why it is left out. ``recompute``: blocks run again in backward."""
+
+    grid: Grid
+    run: RunOptions
+    recompute: bool
+    time: model.StepTime | None = None
+    memory: Memory | None = None
+    reason: str = ""
+    stages: Stages | None = None
+
+    @property
+    def name(self) -> str:
+        """The grid, with its stages where there are several, and the algorithm where that is not axonn."""
+        if self.stages is not None:
+            return f"{self.grid} x {self.stages.ranks} stages, {self.stages.schedule}"
+        return str(self.grid) if self.algorithm == "axonn" else f"{self.grid} {self.algorithm}"
+
+    @property
+    def algorithm(self) -> str:
+        """How its products are distributed."""
+        return self.run.algorithm
+
+    @property
+    def pipeline(self) -> int:
+        """How many stages it has."""
+        return 1 if self.stages is None else self.stages.ranks
+
+    @property
+    def way(self) -> MemoryOptions:
+        """How it is run."""
+        return MemoryOptions(self.recomputes, self.run.zero, self.run.offload, self.run.sequence_parallel)
+
+    @property
+    def recomputes(self) -> str:
+        """``"none"``, ``"selective"`` or ``"full"``."""
+        return ("selective" if self.run.selective else "full") if self.recompute else "none"
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of a step; of a candidate that fits."""
+        assert self.time is not None
+        return self.time.total
+
+
+@dataclass(frozen=True)
 class GridPlan:
     """All grids, the fastest first; what is left out stands in ``left_out``."""
 
@@ -67,7 +119,7 @@ class GridPlan:
 
     def workload(self, candidate: Candidate) -> Workload:
         """The model as a candidate runs it."""
-        return variant(self.request.workload, candidate.recompute)
+        return self.request.model(candidate.recompute)
 
     def step_flops(
         self, candidate: Candidate | None = None, *, model_flops: bool = False, full_attention: bool = False
@@ -196,153 +248,209 @@ def plan(request: Request, grids: Iterable[Grid] | None = None) -> GridPlan:
 
 
 def _considered(request: Request, grids: Iterable[Grid] | None) -> Iterator[Candidate]:
-    known = Known(request.machine, request.workload)
+    costs = Costs(request.machine, request.workload.seq_length)
     if "axonn" in request.algorithms:
         for stages in request.pipeline:
             if request.gpus % stages == 0:
                 for grid in Grid.all(request.gpus // stages) if grids is None else grids:
-                    yield consider(request, grid, stages, known)
+                    yield consider(request, grid, stages, costs)
     if "tesseract" in request.algorithms:
-        for grid in tesseract.grids(request.gpus) if grids is None else grids:
-            yield consider_tesseract(request, grid)
+        for grid in tesseract_grids(request.gpus) if grids is None else grids:
+            yield consider(request, grid, 1, costs, algorithm="tesseract")
+
+
+def tesseract_grids(ranks: int) -> list[Grid]:
+    """All grids of ``ranks`` that Tesseract can use: x = y = q above 1, and z of at most q; SUMMA is z = 1."""
+    return [grid for grid in Grid.all(ranks) if grid.x == grid.y > 1 and grid.z <= grid.x]
+
+
+class _Setup(NamedTuple):
+    """One way to run a grid: the model as it runs, the options, and the stages where there are several."""
+
+    workload: Workload
+    run: RunOptions
+    stages: Stages | None
+
+    def time(self, grid: Grid, costs: Costs) -> model.StepTime:
+        """Predict a step."""
+        if self.stages is None:
+            return model.predict(self.workload, grid, costs.machine, self.run, costs)
+        return StageTimes(self.workload, grid, costs.machine, self.run, costs).predict(self.stages)
+
+    def memory(self, grid: Grid, costs: Costs) -> Memory:
+        """What the fullest rank holds."""
+        if self.stages is None:
+            return memory.of_model(costs, self.workload, grid, self.run)
+        return StageTimes(self.workload, grid, costs.machine, self.run, costs).memory(self.stages)
+
+    def keeping(self, share: float) -> _Setup:
+        """The same with another share of the gathered weights kept."""
+        return self._replace(run=replace(self.run, cached_gathers=share))
+
+    def fitted(self, request: Request, grid: Grid, costs: Costs) -> tuple[_Setup, Memory]:
+        """The same with as many gathered weights kept as fit, where the request leaves that open; and its memory."""
+        full = self.memory(grid, costs)
+        settled = request.gather != "auto" or not self.run.cached_gathers
+        if settled or (self.stages is not None and full.fits(costs.machine)):
+            return self, full
+        none = self.keeping(0.0)
+        least = none.memory(grid, costs)
+        if not least.fits(costs.machine):
+            return none, least
+        some = self.keeping(share_that_fits(costs.machine, full, least))
+        return some, some.memory(grid, costs)
+
+    def candidate(self, grid: Grid, held: Memory, time: model.StepTime | None = None, reason: str = "") -> Candidate:
+        """What is said of it."""
+        return Candidate(grid, self.run, self.workload.checkpointed, time, held, reason, self.stages)
 
 
 def consider(
-    request: Request, grid: Grid, stages: int = 1, known: Known | None = None, tried: list[MemoryOptions] | None = None
+    request: Request,
+    grid: Grid,
+    stages: int = 1,
+    costs: Costs | None = None,
+    tried: list[MemoryOptions] | None = None,
+    algorithm: str = "axonn",
 ) -> Candidate:
-    """Predict one grid, or say why it is left out; with ``search`` the fastest way to run it.
+    """Predict one grid, or say why it is left out; with ``search`` or stages the fastest way to run it.
 
     Args:
         stages: So many of these grids, one behind the other.
-        known: What other grids of this request share with it; more is put in.
+        costs: What other grids of this request share with it; more is put in.
         tried: The ways that are tried; None: all of the request.
+        algorithm: One of ``ALGORITHMS``.
     """
-    known = known or Known(request.machine, request.workload)
-    tried = ways(request, grid) if tried is None else tried
-    if stages > 1:
-        return consider_stages(request, grid, stages, known, tried)
-    reason = impossible(request, grid)
+    costs = costs or Costs(request.machine, request.workload.seq_length)
+    none = Candidate(grid, request.run_options(algorithm=algorithm), request.workload.checkpointed,
+                     stages=Stages(stages, request.schedules[0], (0, 0)) if stages > 1 else None)  # fmt: skip
+    reason, sizes = request.impossible(grid, algorithm), list[tuple[int, int]]()
+    if not reason:
+        reason, sizes = _sizes(request, none.run.held_as(grid), stages)
     if reason:
-        return Candidate(grid, run_options(request), request.workload.checkpointed, reason=reason)
+        return replace(none, reason=reason)
+    if stages > 1 and not (least := _state(request, grid, stages)).fits(request.machine):
+        return replace(none, memory=least, reason=_needs(request, least).replace("needs", "needs more than"))
     best: Candidate | None = None
     nearest: Candidate | None = None
-    sizes = _sizes(request, grid)
-    floors: dict[tuple[object, ...], float] = {}  # what ways take at least: nothing is run again
-    for way in tried:
-        if best is not None and way[1:] not in floors:
-            floors[way[1:]] = _floor(request, grid, way, sizes[0], known)
-        found = None
-        if best is None or floors[way[1:]] < best.seconds:
-            found = _consider(request, grid, way, sizes, known, best)
-        if found is None:
-            continue
-        assert found.memory is not None
-        if not found.reason:
-            best = found
-        elif nearest is None or nearest.memory is None or found.memory.total < nearest.memory.total:
-            nearest = found
-    found = best or nearest
-    assert found is not None
-    return found
-
-
-def _consider(
-    request: Request, grid: Grid, way: MemoryOptions, sizes: list[tuple[int, int]], known: Known, best: Candidate | None
-) -> Candidate | None:
-    """Predict one way to run a grid with the fewest micro-batches that fit; with ``search`` with the fastest number.
-
-    None: it is not faster than ``best``. What it takes at least is asked before what it needs: with all gathered
-    weights kept. More micro-batches take no less than that, unless the rows of all of them are fewer: rows are
-    rounded up, so 33 sequences are 64 in 32 micro-batches and 33 in 33.
-    """
-    workload = variant(request.workload, way.recompute != "none")
-    share, most = _shares(request, grid)
-    plain = run_options(request, way, cached_gathers=share)
-    room = request.machine.memory_gib * memory.GIB
-    limit, found, held = best, None, None
-    run, rows = plain, 1
-    slow = math.inf  # so many rows in all are not faster in more micro-batches
-    for pieces, next_rows in sizes:
-        if pieces * next_rows >= slow:
-            continue
-        if held is not None and (pieces, next_rows) != sizes[-1]:  # what is kept for backward goes with the rows
-            kept = 0.999 * held.kept * next_rows / rows
-            if (held.weights + held.optimizer + kept) * (1 + memory.SLACK) + memory.RESERVED > room:
+    floors: dict[tuple[object, ...], float] = {}
+    for way in request.ways(grid, algorithm) if tried is None else tried:
+        setups = _setups(request, grid, way, sizes, none, costs)
+        for setup in setups if stages > 1 else _that_fit(request, grid, setups, costs):
+            time = None
+            if best is not None:
+                as_none = (way[1:], setup.run.micro_batches, setup.stages)
+                if floors.get(as_none, 0.0) < best.seconds:  # recomputation is not faster than none
+                    time = setup.time(grid, costs)
+                    floors.setdefault(as_none, time.total)
+                if time is None or time.total >= best.seconds:
+                    continue  # nor is it faster with less weights kept
+            fitted, held = setup.fitted(request, grid, costs)
+            if not held.fits(request.machine):
+                if nearest is None or nearest.memory is None or held.total < nearest.memory.total:
+                    nearest = fitted.candidate(grid, held, reason=_needs(request, held))
                 continue
-        run, rows = replace(plain, micro_batches=pieces, rows=next_rows), next_rows
-        if limit is not None and _seconds(request, workload, grid, run, most, known) >= limit.seconds:
-            slow = pieces * rows
+            time = time if time is not None and fitted is setup else fitted.time(grid, costs)
+            if best is None or time.total < best.seconds:
+                best = fitted.candidate(grid, held, time)
+    return best or nearest or replace(none, reason=_no_stages(request, stages, sizes))
+
+
+def _needs(request: Request, held: Memory) -> str:
+    """The reason of a grid that needs too much."""
+    return f"needs {held.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
+
+
+def _state(request: Request, grid: Grid, ranks: int) -> Memory:
+    """The least that a rank holds in so many stages: its share of weights and of the optimizer's state."""
+    each = request.run_options().weights * request.workload.parameters / (grid.x * grid.y * grid.z * ranks)
+    moments = 0.0 if request.search or request.offload else 2 * each / (grid.data if request.zero else 1)
+    return Memory(each, 0.0, moments, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _setups(
+    request: Request, grid: Grid, way: MemoryOptions, sizes: list[tuple[int, int]], like: Candidate, costs: Costs
+) -> list[_Setup]:
+    """The micro-batches and stages in which a way to run a grid is tried, with all weights kept that may be kept."""
+    workload, ranks = request.model(way.recompute != "none"), like.pipeline
+    share = 0.0 if request.gather == "drop" or like.algorithm != "axonn" else 1.0
+    if grid.z == 1 and (ranks > 1 or request.gather == "auto"):
+        share = 0.0
+    setups = []
+    for pieces, rows in sizes:
+        run = request.run_options(way, micro_batches=pieces, rows=rows, cached_gathers=share, algorithm=like.algorithm)
+        if ranks == 1:
+            setups.append(_Setup(workload, run, None))
             continue
-        held = known.memory(workload, grid, run)
-        if not held.fits(request.machine):
-            if held.state > room:  # nor will any other
-                run = replace(plain, micro_batches=sizes[-1][0], rows=sizes[-1][1])
-                held = known.memory(workload, grid, run)
-                break
-            continue
-        if request.gather == "auto" and grid.z > 1:
-            full = known.memory(workload, grid, replace(run, cached_gathers=1.0))
-            run = replace(run, cached_gathers=share_that_fits(request, full, held))
-            held = known.memory(workload, grid, run)
-        time = model.predict(workload, grid, request.machine, run, known)
-        if limit is None or time.total < limit.seconds:
-            limit = found = Candidate(grid, run, workload.checkpointed, time, held)
-        if not request.search:
-            return found
-        if run.cached_gathers == most:
-            slow = pieces * rows
-    if limit is not None:
-        return found
-    assert held is not None
-    return Candidate(grid, run, workload.checkpointed, memory=held, reason=needs(request, held.total))
+        for schedule in request.schedules:
+            stages = _stages(workload, ranks, schedule, pieces, costs)
+            if isinstance(stages, Stages) and not (workload.checkpointed and schedules.schedule_kind(schedule).splits):
+                setups.append(_Setup(workload, run, stages))
+    return setups
 
 
-def _shares(request: Request, grid: Grid) -> tuple[float, float]:
-    """The least and the most of the gathered weights that may be kept."""
-    share = 1.0 if request.gather == "keep" else 0.0
-    return share, 1.0 if request.gather == "auto" and grid.z > 1 else share
+def _that_fit(request: Request, grid: Grid, setups: list[_Setup], costs: Costs) -> list[_Setup]:
+    """Of one way in more and more micro-batches, those from the fewest that fit on; without search this one alone.
 
-
-def _floor(request: Request, grid: Grid, way: MemoryOptions, size: tuple[int, int], known: Known) -> float:
-    """Seconds that a way to run a grid takes at least: without recomputation, with the fewest micro-batches."""
-    run = run_options(request, way._replace(recompute="none"), micro_batches=size[0], rows=size[1])
-    return _seconds(request, variant(request.workload, False), grid, run, _shares(request, grid)[1], known)
-
-
-def _seconds(request: Request, workload: Workload, grid: Grid, run: RunOptions, share: float, known: Known) -> float:
-    if request.machine.gemms:  # a smaller product may have been measured at a higher rate: nothing is known
-        return 0.0
-    return model.predict(workload, grid, request.machine, replace(run, cached_gathers=share), known).total
-
-
-def consider_tesseract(request: Request, grid: Grid) -> Candidate:
-    """Predict one grid of Tesseract, with the fewest micro-batches that fit; or say why it is left out."""
-    run = replace(run_options(request), zero=0, selective=False)
-    found = Candidate(grid, run, request.workload.checkpointed, algorithm="tesseract")
-    reason = tesseract.impossible(request.workload, grid, request.sequences, request.zero)
-    if reason:
-        return replace(found, reason=reason)
-    held, sizes = None, tesseract.as_much_as(grid)
-    for pieces, rows in _sizes(request, sizes):
-        run = replace(run, micro_batches=pieces, rows=rows)
-        held = memory.estimate(request.workload, sizes, run)
-        if held.fits(request.machine):
-            time = tesseract.predict(request.workload, grid, request.machine, run)
-            return replace(found, run=run, time=time, memory=held)
-    assert held is not None
-    return replace(found, run=run, memory=held, reason=needs(request, held.total))
-
-
-def _sizes(request: Request, grid: Grid) -> list[tuple[int, int]]:
-    """Return 1, 2, 4, ... micro-batches, down to one sequence a rank; or the number that is asked for.
-
-    Each with the rows of one data-parallel group and micro-batch.
+    None fits: the last. Smaller micro-batches need less, but that from the second on gradients are added up.
     """
-    sequences = -(-request.sequences // (grid.z * grid.data))
-    counts = [max(1, min(request.micro_batches, sequences))]
-    while counts[-1] < sequences and not request.micro_batches:
-        counts.append(min(2 * counts[-1], sequences))
-    return [(pieces, -(-sequences // pieces) * grid.z * request.workload.seq_length) for pieces in counts]
+
+    def fits(setup: _Setup) -> bool:
+        least = setup if request.gather != "auto" else setup.keeping(0.0)
+        return least.memory(grid, costs).fits(request.machine)
+
+    first = 0 if fits(setups[0]) else bisect.bisect_left(setups, True, 1, key=fits)
+    if first == len(setups):
+        return setups[-1:]
+    return setups[first:] if request.search else setups[first : first + 1]
+
+
+def _sizes(request: Request, grid: Grid, stages: int) -> tuple[str, list[tuple[int, int]]]:
+    """Why there can be no micro-batches; or their numbers to try, each with the rows of one data-parallel group.
+
+    1, 2, 4, ... down to one sequence a rank, or the number that is asked for; of stages those of the fewest sequences.
+    """
+    data, asked = grid.z * grid.data, request.micro_batches
+    if stages == 1:
+        mine = -(-request.sequences // data)
+        counts = [max(1, min(asked, mine))]
+        while counts[-1] < mine and not asked:
+            counts.append(min(2 * counts[-1], mine))
+    else:
+        mine, rest = divmod(request.sequences, data)
+        least = stages * max(2 if name == "dualpipev" else 1 for name in request.schedules)
+        if rest:
+            return f"z*data={data} does not divide the {request.sequences} sequences, as stages want", []
+        if mine < least:
+            return f"a rank has {mine} sequences for {stages} stages, which want {least} micro-batches", []
+        if asked and mine % asked:
+            return f"micro_batches={asked} do not divide the {mine} sequences of a rank", []
+        every = (mine // size for size in range(1, mine // least + 1) if mine % size == 0)
+        counts = [asked] if asked else list(itertools.islice(every, SIZES_TRIED))
+    return "", [(pieces, -(-mine // pieces) * grid.z * request.workload.seq_length) for pieces in counts]
+
+
+def _stages(workload: Workload, ranks: int, schedule: str, pieces: int, costs: Costs) -> Stages | str:
+    """The stages of so many micro-batches, or why there are none."""
+    try:
+        schedules.check(schedule, pieces, ranks)
+        return costs.once((ranks, schedule), lambda: planned(workload, ranks, schedule))
+    except ValueError as error:
+        return str(error)
+
+
+def _no_stages(request: Request, ranks: int, sizes: list[tuple[int, int]]) -> str:
+    """Why none of the schedules suits."""
+    costs = Costs(request.machine, request.workload.seq_length)
+    tried = [_stages(request.workload, ranks, name, pieces, costs) for pieces, _ in sizes for name in request.schedules]
+    wrong = [stages for stages in tried if isinstance(stages, str)]
+    return wrong[-1] if wrong else "recomputation where backward is split is not planned"
+
+
+def share_that_fits(machine: Machine, full: Memory, held: Memory) -> float:
+    """Which share of gathered weights can be kept, in hundredths, when all need ``full`` and none ``held``."""
+    extra, free = full.total - held.total, CACHE_LIMIT * machine.memory_gib * memory.GIB - held.total
+    return 1.0 if extra <= max(0.0, free) else max(0, int(100 * free / extra)) / 100
 
 
 def _nothing_fits(request: Request, left_out: list[Candidate]) -> str:
@@ -380,15 +488,15 @@ def _more_gpus(request: Request) -> str:
 
 def _possible_counts(request: Request) -> list[int]:
     """Return the nearest numbers of GPUs below and above that divide the model and the batch."""
-    found = []
+    near = []
     for step in (-1, 1):
         gpus = request.gpus + step
         for _ in range(64):
             if gpus < 1:
                 break
-            if any(not impossible(request, grid) for grid in Grid.all(gpus)):
-                found.append(gpus)
+            if any(not request.impossible(grid) for grid in Grid.all(gpus)):
+                near.append(gpus)
                 break
             gpus += step
     biggest = 2 ** (request.sequences.bit_length() - 1)
-    return found or [biggest]
+    return near or [biggest]

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from axo.grid import AXES
-from axo.matmul.cost import chunk
-from axo.perf import layer_time
 from axo.perf.chrome_trace import STREAMS, Span
-from axo.perf.memory import GIB
 from axo.perf.pipeline_schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Timeline
 from axo.perf.planner import GridPlan
 from axo.perf.simulator import Simulation
@@ -35,19 +31,19 @@ _PARTS = {
     **{f"waiting for {axis}": COLORS[axis] for axis in AXES},
 }
 _PHASES = {"forward": "#3b6fb6", "backward": "#e08a3c", "product": "#5fc3d0", "dI": "#9a9a2e", "dW": "#8c5a44"}
+_ACTIONS = {FORWARD: ("#3b6fb6", "#8fb3e0"), BACKWARD: ("#e08a3c", "#f2c08f"), INPUT: ("#5f9e6e", "#a8d3b2"),
+            WEIGHT: ("#8c5a44", "#c39a87")}  # fmt: skip
 _MOST_BARS = 2000  # drawn one by one
 
 
 def plan_plots(made: GridPlan, simulation: Simulation | None = None) -> dict[str, bytes]:
-    """Return the plots of a plan: rank against time, stacked breakdown, roofline; the step's streams and memory."""
+    """Return the plots of a plan: rank against time, stacked breakdown; the streams of a simulated step."""
     plots = {
         "Step time of every grid, best first": png(_ranking(made)),
         "Where the time goes, best grids": png(_breakdown(made)),
-        "Roofline of the best grid's products": png(_roofline(made)),
     }
     if simulation is not None:
-        plots["One simulated step"] = timeline([span for span in simulation.spans if span.rank == 0])
-        plots["Memory held over the step"] = png(_memory(simulation, made.request.machine.memory_gib))
+        plots["One simulated step"] = timeline(simulation.spans)
     return plots
 
 
@@ -94,41 +90,6 @@ def bars(names: list[str], parts: dict[str, list[float]]) -> Any:
     return figure
 
 
-def _roofline(made: GridPlan) -> Any:
-    """Products of the best grid by arithmetic intensity, under the machine's two roofs."""
-    figure, axes = new_figure(8.5, 3.8)
-    machine, best, workload = made.request.machine, made.best, made.request.workload
-    rows = chunk(best.run.group_rows(best.grid), best.grid.z)
-    memory, rate = machine.memory_gbs * 1e9, machine.gemm_flops
-    seen = {}
-    for block in workload.blocks:
-        for layer in block.layers:
-            if layer.kind == "linear":
-                k, n = layer.local_sizes(best.grid)
-                mine, experts = rows * layer.rows, layer.experts
-                flops, moved = experts * 2.0 * mine * k * n, experts * 2.0 * (mine * k + k * n + mine * n)
-                seconds = layer_time.products(layer, best.grid, best.run.group_rows(best.grid), machine, 1)[0]
-                seen[layer.name] = (flops / moved, flops / seconds / 1e12)
-    low, high = 0.5 * rate / memory, 4 * max([intensity for intensity, _ in seen.values()] + [rate / memory])
-    points = [low, rate / memory, high]
-    axes.plot(points, [min(rate, memory * p) / 1e12 for p in points], color="black", lw=1.2, label="roof in a step")
-    axes.axhline(machine.gemm_tflops, color="#566173", ls=":", label="large product, measured or assumed")
-    axes.axhline(machine.peak_tflops, color="#566173", ls="--", label="advertised peak")
-    near: dict[int, list[str]] = {}
-    for name, (intensity, reached) in seen.items():
-        axes.plot(intensity, reached, "o", color=COLORS["x"], ms=5)
-        near.setdefault(round(4 * math.log10(intensity)), []).append(name)
-    for number, names in enumerate(near.values()):
-        text = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-        offset = (0, -14 - 12 * (number % 3))
-        axes.annotate(text, seen[names[0]], xytext=offset, textcoords="offset points", fontsize=8, ha="right", va="top")
-    axes.set(xlabel="flops a byte moved", ylabel="TFLOP/s a GPU", xscale="log", yscale="log")
-    plain_log(axes.yaxis)
-    axes.legend(fontsize=8, loc="lower right")
-    axes.set_title(f"forward products of {best.grid}", fontsize=10)
-    return figure
-
-
 def timeline(spans: list[Span], title: str = "") -> bytes:
     """Return one rank's step as a PNG: a lane for each stream that has something in it, waits hatched."""
     lanes = [stream for stream in STREAMS if any(span.stream == stream for span in spans)]
@@ -167,17 +128,6 @@ def _merge(spans: list[tuple[float, float]], total: float) -> list[tuple[float, 
     return [(start, max(end - start, total / 2000)) for start, end in merged]
 
 
-def _memory(simulation: Simulation, limit: float) -> Any:
-    figure, axes = new_figure(8.5, 2.8)
-    times = [when for when, _ in simulation.memory]
-    axes.step([*times, simulation.seconds], [h / GIB for _, h in simulation.memory] + [simulation.memory[-1][1] / GIB],
-              where="post", color=COLORS["products"], lw=1)  # fmt: skip
-    axes.axhline(limit, color=COLORS["x"], ls="--", lw=1, label="a GPU's memory")
-    axes.set(xlabel="seconds", ylabel="GiB held", xlim=(0, simulation.seconds), ylim=(0, None))
-    axes.legend(fontsize=8)
-    return figure
-
-
 def pipeline_timeline(found: Timeline, title: str = "") -> bytes:
     """Return a pipeline's step as a PNG: ranks down, time across, the number of the micro-batch in each action.
 
@@ -186,28 +136,23 @@ def pipeline_timeline(found: Timeline, title: str = "") -> bytes:
     total = found.seconds or 1.0
     figure, axes = new_figure(12, 0.5 * found.ranks + 1.6)
     axes.grid(False)
-    shades = {FORWARD: ("#3b6fb6", "#8fb3e0"), BACKWARD: ("#e08a3c", "#f2c08f"), INPUT: ("#5f9e6e", "#a8d3b2"),
-              WEIGHT: ("#8c5a44", "#c39a87")}  # fmt: skip
-    labels = 12 * 130 / total  # pixels a second, about
-    for kind, colours in shades.items():
-        for later in (False, True):
-            mine = [one for one in found.ran if one.action.kind == kind and (one.action.stage >= found.ranks) == later]
-            for rank in range(found.ranks):
-                bars = [(one.start, one.end - one.start) for one in mine if one.rank == rank]
-                axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=colours[later], edgecolor="white", linewidth=0.4)
-            for one in mine:
-                if labels * (one.end - one.start) > 14:
-                    middle = (one.start + one.end) / 2
-                    axes.text(middle, one.rank, str(one.action.microbatch), ha="center", va="center", fontsize=6)
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for one in found.ran:
+        colour, seconds = _ACTIONS[one.action.kind][one.action.stage >= found.ranks], one.end - one.start
+        bars.setdefault((one.rank, colour), []).append((one.start, seconds))
+        if 12 * 130 / total * seconds > 14:  # pixels, about
+            axes.text(
+                one.start + seconds / 2, one.rank, str(one.action.microbatch), ha="center", va="center", fontsize=6
+            )
+    for (rank, colour), of_rank in bars.items():
+        axes.broken_barh(of_rank, (rank - 0.45, 0.9), facecolors=colour, edgecolor="white", linewidth=0.4)
+    names = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward: inputs", WEIGHT: "backward: weights"}
+    for kind in dict.fromkeys(one.action.kind for one in found.ran):
+        axes.broken_barh([], (0, 0), facecolors=_ACTIONS[kind][0], label=names[kind])
     axes.set_yticks(range(found.ranks), [f"rank {rank}" for rank in range(found.ranks)])
     axes.invert_yaxis()
     axes.set(xlabel="s", xlim=(0, total))
     axes.set_title(title, fontsize=10, loc="left")
-    drawn = {one.action.kind for one in found.ran}
-    names = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward: inputs", WEIGHT: "backward: weights"}
-    for kind, name in names.items():
-        if kind in drawn:
-            axes.broken_barh([], (0, 0), facecolors=shades[kind][0], label=name)
     axes.legend(fontsize=8, ncols=4, loc="upper right", bbox_to_anchor=(1, 1 + 0.75 / (0.5 * found.ranks)))
     return png(figure)
 

@@ -1,10 +1,9 @@
-"""Turn what a user has into a `Workload`: a name from the papers, a LitGPT configuration, a config.json, an nn.Module.
+"""Turn what a user has into a `Workload`: a name from the papers, a LitGPT configuration, a config.json.
 
     read("gpt-80b")               Table II of "Democratizing AI"; read("unet-1b"): Table II of "A 4D Hybrid Algorithm"
     read("pythia-1.4b")           a LitGPT name; only the file that has its list is imported, so no torch
     read("path/config.json")      Hugging Face: what transformers' own class builds (``axo.perf.hugging_face``)
     read("path/model_config.yaml")    LitGPT's own file
-    from_module(model, seq_length=2048)   any nn.Module, looked at by class names, so that torch is not imported here
 
 Mixtures of experts count as if every expert had its even share of the rows.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -25,7 +23,7 @@ from typing import Any
 import yaml
 
 from axo import files
-from axo.perf.workload import ACTIVATION, Block, Experts, Layer, Workload, gpt, unet
+from axo.perf.workload import Experts, Workload, gpt, unet
 
 _DATA = Path(__file__).parent / "data"
 _USE = "use a model of the papers (gpt-5b, unet-1b), a LitGPT name, a config.json or a model_config.yaml"
@@ -209,47 +207,6 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
     turned = int(size * config.get("rotary_percentage", 0.25)) * (2 if config.get("rope_indices") else 1)
     longest = config.get("block_size") or 0
     return replace(workload, longest=longest, tables=2 * workload.seq_length * turned)  # sines and cosines
-
-
-def from_module(module: Any, *, seq_length: int, name: str | None = None) -> Workload:
-    """Read any nn.Module by the class names of its leaves, in the order in which they were registered.
-
-    Linear and convolution layers alternate normal and transposed; a convolution counts one row a token, for its output
-    size is not known without running it. Layers with parameters of a class that is not known are refused. What has no
-    parameters (activations, attention's products) costs nothing here, so times are lower bounds.
-
-    Raises:
-        ValueError: A layer with parameters is of an unknown class, or there is none.
-    """
-    layers: list[Layer] = []
-    hidden = 0
-    for path, leaf in module.named_modules():
-        if any(True for _ in leaf.children()):
-            continue
-        kind = type(leaf).__name__
-        bias = getattr(leaf, "bias", None) is not None
-        transposed = bool(sum(layer.kind == "linear" for layer in layers) % 2)
-        if kind == "Linear":
-            hidden = hidden or leaf.in_features
-            layers.append(Layer("linear", path, leaf.in_features, leaf.out_features, bias, transposed))
-            layers.append(
-                Layer("pointwise", f"{path}.act", leaf.out_features, transposed=transposed, moves=ACTIVATION, kept=1)
-            )
-        elif kind in ("Conv1d", "Conv2d", "Conv3d"):
-            into = leaf.in_channels // leaf.groups * math.prod(leaf.kernel_size)
-            layers.append(Layer("linear", path, into, leaf.out_channels, bias, transposed))
-        elif kind == "Embedding":
-            hidden = leaf.embedding_dim
-            layers.append(Layer("embedding", path, leaf.num_embeddings, leaf.embedding_dim, input_grad=False))
-        elif "Norm" in kind:
-            width = next((parameter.numel() for parameter in leaf.parameters()), 0)
-            layers.append(Layer("norm", path, width, norm="rmsnorm" if "RMS" in kind else "layernorm"))
-        elif any(True for _ in leaf.parameters()):
-            raise ValueError(f"model: layer {path!r} is a {kind}, which the planner does not know")
-    if not layers:
-        raise ValueError("model: no layer with parameters found")
-    blocks = tuple(Block((layer,)) for layer in layers)
-    return Workload(name or type(module).__name__, blocks, seq_length=seq_length, hidden=hidden)
 
 
 def _field(config: Mapping[str, Any], name: str, *names: str) -> int:

@@ -5,17 +5,44 @@ It checks what it is given; ``axo.perf.planner`` plans it.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from axo.arrangement import ARRANGEMENTS
+from axo.grid import Grid
 from axo.perf import pipeline_schedule as schedules
-from axo.perf.layer_time import OVERLAPS
+from axo.perf.layer_time import OVERLAPS, PRECISIONS, RunOptions
 from axo.perf.machine import Machine
 from axo.perf.workload import Workload
 
 GATHERS = ("auto", "keep", "drop")
 ALGORITHMS = ("axonn", "tesseract")
 PLANNED = ("bf16-mixed", "bf16-true")
+RECOMPUTATION = ("none", "selective", "full")
 MOST_GPUS = 2**20
+
+
+class MemoryOptions(NamedTuple):
+    """How a grid is run: what a search tries beside micro-batches.
+
+    ``recompute``: one of ``RECOMPUTATION``; ``offload``: the optimizer's state in the host's memory.
+    """
+
+    recompute: str
+    zero: int
+    offload: bool
+    sequence_parallel: bool
+
+    @property
+    def text(self) -> str:
+        """It in words: ``full recomputation, ZeRO-2``."""
+        said = [] if self.recompute == "none" else [f"{self.recompute} recomputation"]
+        said += [f"ZeRO-{self.zero}"] if self.zero else []
+        said += ["optimizer offloaded"] if self.offload else []
+        said += ["tokens over x"] if self.sequence_parallel else []
+        return ", ".join(said) or "no recomputation"
 
 
 @dataclass(frozen=True)
@@ -63,47 +90,112 @@ class Request:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
-            raise ValueError(f"plan: gpus={self.gpus!r} is not a count; use a whole number of at least 1")
-        if self.gpus > MOST_GPUS:
-            raise ValueError(f"plan: gpus={self.gpus} is more than any machine has; use at most {MOST_GPUS}")
-        if isinstance(self.micro_batches, bool) or not isinstance(self.micro_batches, int) or self.micro_batches < 0:
-            raise ValueError(f"plan: micro_batches={self.micro_batches!r} is not a count; use 0 for as few as fit")
-        for name in ("search", "offload", "sequence_parallel"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"plan: {name}={getattr(self, name)!r} is not a switch; use True or False")
-            if name != "search" and getattr(self, name) and "tesseract" in self.algorithms:
-                raise ValueError(f"plan: the planner knows no {name} with Tesseract; leave one of them out")
-        if self.sequence_parallel and not self.workload.splits_tokens:
-            raise ValueError(
-                f"plan: {self.workload.name} has experts or is no transformer: its tokens cannot be split over x; leave"
-                " sequence_parallel out"
-            )
-        if self.batch_tokens < self.workload.seq_length:
-            raise ValueError(
-                f"plan: a batch of {self.batch_tokens} tokens is less than one sequence of {self.workload.seq_length}"
-            )
-        if self.gather not in GATHERS:
-            raise ValueError(f"plan: gather={self.gather!r} is not known; use one of {', '.join(GATHERS)}")
-        if self.precision not in PLANNED:
-            raise ValueError(f"plan: precision={self.precision!r} is not planned; use one of {', '.join(PLANNED)}")
-        if self.zero not in (0, 1, 2):
-            raise ValueError(f"plan: zero={self.zero!r} is not a stage; use 0, 1 or 2 (stage 3 is the axis z)")
-        if not self.algorithms or set(self.algorithms) - set(ALGORITHMS):
-            raise ValueError(f"plan: algorithms={self.algorithms!r} is not known; use some of {', '.join(ALGORITHMS)}")
-        if not self.pipeline or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.pipeline):
-            raise ValueError(f"plan: pipeline={self.pipeline!r} are not counts of stages; use some of at least 1")
+        wrong = next((why for is_so, why in self._mistakes() if is_so), "")
+        if wrong:
+            raise ValueError(f"plan: {wrong}")
         for name in self.schedules:
             schedules.schedule_kind(name)
-        if self.selective and not self.workload.checkpointed:
-            raise ValueError("plan: selective says what recomputation keeps; leave blocks checkpointed")
-        unknown = self.overlap - set(OVERLAPS)
-        if unknown:
-            raise ValueError(
-                f"plan: overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)} or none"
-            )
+
+    def _mistakes(self) -> Iterator[tuple[bool, str]]:
+        """What may be wrong: whether it is, and how that is said."""
+        yield not _is_count(self.gpus, 1), f"gpus={self.gpus!r} is not a count; use a whole number of at least 1"
+        yield self.gpus > MOST_GPUS, f"gpus={self.gpus} is more than any machine has; use at most {MOST_GPUS}"
+        pieces = self.micro_batches
+        yield not _is_count(pieces, 0), f"micro_batches={pieces!r} is not a count; use 0 for as few as fit"
+        for name in ("search", "offload", "sequence_parallel"):
+            value = getattr(self, name)
+            yield not isinstance(value, bool), f"{name}={value!r} is not a switch; use True or False"
+            both = name != "search" and value and "tesseract" in self.algorithms
+            yield both, f"the planner knows no {name} with Tesseract; leave one of them out"
+        yield (
+            self.sequence_parallel and not self.workload.splits_tokens,
+            (
+                f"{self.workload.name} has experts or is no transformer: its tokens cannot be split over x; leave"
+                " sequence_parallel out"
+            ),
+        )
+        length = self.workload.seq_length
+        yield self.batch_tokens < length, f"a batch of {self.batch_tokens} tokens is less than one sequence of {length}"
+        for name, known, verb in (("gather", GATHERS, "known"), ("precision", PLANNED, "planned")):
+            value = getattr(self, name)
+            yield value not in known, f"{name}={value!r} is not {verb}; use one of {', '.join(known)}"
+        yield self.zero not in (0, 1, 2), f"zero={self.zero!r} is not a stage; use 0, 1 or 2 (stage 3 is the axis z)"
+        algorithms = self.algorithms
+        yield (
+            not algorithms or bool(set(algorithms) - set(ALGORITHMS)),
+            (f"algorithms={algorithms!r} is not known; use some of {', '.join(ALGORITHMS)}"),
+        )
+        yield (
+            not self.pipeline or not all(_is_count(count, 1) for count in self.pipeline),
+            (f"pipeline={self.pipeline!r} are not counts of stages; use some of at least 1"),
+        )
+        yield (
+            self.selective and not self.workload.checkpointed,
+            ("selective says what recomputation keeps; leave blocks checkpointed"),
+        )
+        strange = ", ".join(sorted(self.overlap - set(OVERLAPS)))
+        yield bool(strange), f"overlap {strange} is not known; use {', '.join(OVERLAPS)} or none"
 
     @property
     def sequences(self) -> int:
         """Sequences of one batch."""
         return max(1, round(self.batch_tokens / self.workload.seq_length))
+
+    def model(self, recompute: bool) -> Workload:
+        """The model with its blocks recomputed, or not."""
+        return self.workload if self.workload.checkpointed == recompute else self.workload.otherwise
+
+    def impossible(self, grid: Grid, algorithm: str = "axonn") -> str:
+        """Say what stands against a grid; empty where nothing does."""
+        workload = self.workload
+        parts = ARRANGEMENTS[algorithm].row_parts(grid)
+        if parts > self.sequences:
+            rows = "z*data" if algorithm == "axonn" else "z*data*x"
+            return f"{rows}={parts} is more than the {self.sequences} sequences of the batch"
+        if self.sequence_parallel and workload.seq_length % grid.x:
+            return f"x={grid.x} does not divide seq_length={workload.seq_length}, whose tokens it is to split"
+        if algorithm == "tesseract":
+            if self.zero:
+                return "the planner knows no ZeRO with Tesseract"
+            layers = (layer for block in workload.blocks for layer in block.layers)
+            strange = next((layer.name for layer in layers if layer.experts == 1 and layer.rows != 1), "")
+            if strange:
+                return f"the planner knows no convolutions with Tesseract ({strange})"
+        return workload.misfit(grid)
+
+    def ways(self, grid: Grid, algorithm: str = "axonn") -> list[MemoryOptions]:
+        """Return the ways to run a grid that are tried, those whose optimizer's step is slower last.
+
+        Of ZeRO a search tries 0 and 2, which takes no longer than 1, and less memory; what the host updates is always
+        cut. Tesseract is not searched.
+        """
+        recompute = "full" if self.workload.checkpointed else "none"
+        if algorithm == "tesseract":
+            return [MemoryOptions(recompute, 0, False, False)]
+        if not self.search:
+            recompute = "selective" if self.selective else recompute
+            return [MemoryOptions(recompute, self.zero, self.offload, self.sequence_parallel)]
+        splits = self.workload.splits_tokens and grid.x > 1 and self.workload.seq_length % grid.x == 0
+        every = itertools.product(
+            (True,) if self.offload else (False, True),
+            (True,) if self.sequence_parallel else (False, True) if splits else (False,),
+            RECOMPUTATION,
+            (0,) if grid.data == 1 else (0, 2),
+        )
+        return [MemoryOptions(how, zero, offload, split) for offload, split, how, zero in every
+                if zero or not offload or grid.data == 1]  # fmt: skip
+
+    def run_options(self, way: MemoryOptions | None = None, **more: Any) -> RunOptions:
+        """The options that hold for every grid, in one way to run it; ``more``: fields of ``RunOptions``."""
+        if way is None:
+            way = MemoryOptions("selective" if self.selective else "", self.zero, self.offload, self.sequence_parallel)
+        sizes = PRECISIONS[self.precision]
+        return RunOptions(
+            self.batch_tokens, sizes["itemsize"], sizes["stream"], sizes["weights"], self.overlap, zero=way.zero,
+            selective=way.recompute == "selective", offload=way.offload, sequence_parallel=way.sequence_parallel,
+            **more,
+        )  # fmt: skip
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

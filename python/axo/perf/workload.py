@@ -34,10 +34,10 @@ KINDS = ("linear", "embedding", "norm", "attention", "pointwise", "loss")
 
 def hash_once(one: Any) -> int:
     """The hash of a frozen dataclass, computed once: layers, blocks and models are keys of what a search knows."""
-    found = vars(one).get("_hash")
-    if found is None:
-        found = vars(one)["_hash"] = hash(tuple(getattr(one, each.name) for each in fields(one)))
-    return cast("int", found)
+    value = vars(one).get("_hash")
+    if value is None:
+        value = vars(one)["_hash"] = hash(tuple(getattr(one, each.name) for each in fields(one)))
+    return cast("int", value)
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class Experts:
 
     def layers(self, hidden: int, bias: bool) -> tuple[Layer, ...]:
         """The layers of one block's experts. Choosing and weighing tokens counts as memory traffic."""
-        found = [Layer("linear", "mlp.gate", hidden, self.count, uneven=True)]
+        layers = [Layer("linear", "mlp.gate", hidden, self.count, uneven=True)]
         for name, width, count, rows in (
             ("experts", self.intermediate, self.count, self.per_token / self.count),
             ("shared_experts", self.shared, 1, 1.0),
@@ -304,8 +304,8 @@ class Experts:
                 Layer("linear", f"mlp.{name}.proj", width, hidden, bias, True),
                 Layer("pointwise", f"mlp.{name}.add", hidden, transposed=True, moves=RESIDUAL),
             )
-            found += [replace(layer, rows=rows, experts=count) for layer in each]
-        return tuple(found)
+            layers += [replace(layer, rows=rows, experts=count) for layer in each]
+        return tuple(layers)
 
 
 def _norms_of_heads(which: str, norm: str, head_size: int, heads: int, kv_heads: int) -> tuple[Layer, ...]:

@@ -6,7 +6,7 @@
     (module,) = axo.pipeline.split(model, comms, cuts="even")
     axo.init_weights(model, model._init_weights)                # the values of the whole model, of this stage's layers
 
-``model`` becomes this rank's part: where another rank has a layer stands ``axo.nn.elsewhere.Elsewhere``, without
+``model`` becomes this rank's part: where another rank has a layer stands ``axo.nn.placeholder.Placeholder``, without
 parameters. Optimizer, checkpoints, clipping and first values take ``model`` as ever. With one stage a rank, the stage
 is ``model`` itself; with several, each is a view of it that has its own blocks only.
 
@@ -30,11 +30,11 @@ from torch import nn
 from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
 from axo.errors import Refused
-from axo.nn.elsewhere import Elsewhere, renamed, set_shared
 from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
+from axo.nn.placeholder import Placeholder, renamed, set_shared
+from axo.optim.zero import set_gradient, zero_gradient
 from axo.overlap.model import detach, engines
-from axo.overlap.zero import set_gradient, zero_gradient
 from axo.perf import hugging_face, readers
 from axo.perf.cut import bounds_of, planned
 from axo.perf.pipeline_schedule import LOOP, V, rank_of, stages_of
@@ -53,7 +53,7 @@ class PipelinePart:
         index: Which of them the module is; of a rank's whole part with several stages, the first.
         features: Features of the residual stream on this rank: its last dim.
         token_ranks: Ranks that the tokens of the residual stream are split over.
-        tied: Ranks that hold one tensor together (``axo.nn.elsewhere.renamed``), this one among them; None: none.
+        tied: Ranks that hold one tensor together (``axo.nn.placeholder.renamed``), this one among them; None: none.
     """
 
     stages: int
@@ -121,30 +121,30 @@ def split(
     part = replace(_tie(model, family, comms, stages, order, home), stages=stages, index=mine[0])
     for name, stage in home.items():
         if stage not in mine:
-            _put(model, name, Elsewhere(model.get_submodule(name).to("meta"), _gives(family, name)))
+            _put(model, name, Placeholder(model.get_submodule(name).to("meta"), _gives(family, name)))
     setattr(model, PART, part)
     views = views or len(mine) > 1
     attach_alike = detach(model) if views else None
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for index in mine:
         module = model
         if views:
             module = view(model)
             for name, stage in home.items():
                 if stage in mine and stage != index:
-                    _put(module, name, Elsewhere(None, _gives(family, name)), in_view=True)
+                    _put(module, name, Placeholder(None, _gives(family, name)), in_view=True)
         setattr(module, PART, replace(part, index=index))
-        found.append(module)
+        modules.append(module)
     for kept in model.modules():
         if isinstance(kept, ParallelLayer):
             kept._tag()
-    for index, module in zip(mine, found, strict=True):
+    for index, module in zip(mine, modules, strict=True):
         if attach_alike is not None:
             attach_alike(module)
         family.finish(module, index == 0, index == stages - 1)
         for engine in engines(module) if index else ():
             engine.compares_inputs = set()  # activations, split over y
-    return found
+    return modules
 
 
 def _homes(family: Family, bounds: list[int]) -> dict[str, int]:
@@ -189,10 +189,10 @@ def _tie(
         if len(ranks) < 2:
             continue  # one rank has both: the parameter is the same there
         tied = comms.among(ranks, "tied")
-        held_here = {ranks[0]: 0, ranks[1]: last}.get(comms.stage)
-        here = [name for name in called if _stage_of(name, home) == held_here]
-        names_in_whole |= dict.fromkeys(here, called[0])
-        shared |= {name: here[0] for name in called if here and name not in here}
+        end = {ranks[0]: 0, ranks[1]: last}.get(comms.stage)
+        own = [name for name in called if _stage_of(name, home) == end]
+        names_in_whole |= dict.fromkeys(own, called[0])
+        shared |= {name: own[0] for name in called if own and name not in own}
         if comms.stage == ranks[1]:
             for module, child in owners:
                 if isinstance(module, ParallelLayer):
@@ -238,21 +238,21 @@ def tied_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     What ``.grad`` held before is put aside meanwhile: it has been added up already. Both stages enter it.
     """
-    found: list[tuple[torch.Tensor, Communicator]] = []
+    pairs: list[tuple[torch.Tensor, Communicator]] = []
     for module in modules:
         part = part_of(module)
         if part is None or part.tied is None:
             continue
         named = dict(module.named_parameters(remove_duplicate=False))
-        found += [(named[name], part.tied) for name in sorted(renamed(module).keys() & named.keys())]
+        pairs += [(named[name], part.tied) for name in sorted(renamed(module).keys() & named.keys())]
     # A gradient on the lower tier has one place, which the step's own will take.
-    kept = [None if p.grad is None else p.grad.clone() if hasattr(p, "home") else p.grad for p, _ in found]
-    for parameter, _ in found:
+    kept = [None if p.grad is None else p.grad.clone() if hasattr(p, "home") else p.grad for p, _ in pairs]
+    for parameter, _ in pairs:
         parameter.grad = None
     try:
         yield
         with torch.no_grad():
-            for parameter, tied in found:
+            for parameter, tied in pairs:
                 if parameter.grad is None and parameter.requires_grad:
                     set_gradient(parameter, zero_gradient(parameter))
                 if parameter.grad is not None:
@@ -260,6 +260,6 @@ def tied_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
                     if whole.device != parameter.grad.device:  # that of a weight on the host
                         parameter.grad.copy_(whole)
     finally:
-        for (parameter, _), grad in zip(found, kept, strict=True):
+        for (parameter, _), grad in zip(pairs, kept, strict=True):
             if grad is not None:
                 set_gradient(parameter, grad if parameter.grad is None else grad.add_(parameter.grad))

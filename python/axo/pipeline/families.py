@@ -22,6 +22,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Family:
     Attributes:
         blocks: Name of the list of blocks.
         before, after: Names of the modules of the first and of the last stage; what a call of each is to give where it
-            is elsewhere (``axo.nn.elsewhere.Elsewhere``).
+            is elsewhere (``axo.nn.placeholder.Placeholder``).
         block_gives: The same of a block.
         table: Name of the table of token ids; "": none, and the residual stream has ``config.hidden_size`` features.
         finish: Prepares the module of one stage; told whether it is the first and whether it is the last.
@@ -85,12 +86,6 @@ def _name(kind: type) -> str:
     return f"litgpt.{kind.__name__}" if kind.__module__ in ("litgpt.model", "litgpt.lora") else ""
 
 
-def _mix_in(model: Any, mixed_in: type, **names: Any) -> None:
-    """Let ``model`` be of its class and ``mixed_in``, which has these attributes too."""
-    kind = type(model)
-    model.__class__ = type(f"Stage{kind.__name__}", (mixed_in, kind), {"__module__": kind.__module__, **names})
-
-
 def _litgpt(model: Any, first: bool, last: bool) -> None:
     """What GPT.forward itself does to embeddings and to logits belongs to the stages that have them."""
     changes: dict[str, Any] = {} if first else {"scale_embeddings": False}
@@ -102,23 +97,21 @@ def _litgpt(model: Any, first: bool, last: bool) -> None:
             setattr(model.config, name, value)
     ranks = next((part.comms.grid.x for part in model.modules() if getattr(part, "scatters_tokens", False)), 1)
     if not first and ranks > 1:
-        _mix_in(model, _PartOfTokens, _token_ranks=ranks)
+        model.forward = partial(_part_of_tokens, model, ranks)
 
 
-class _PartOfTokens:
-    """Mixed into the class of a GPT that takes its part of the tokens: attention sees, and rotates, all of them."""
+def _part_of_tokens(model: Any, ranks: int, first: torch.Tensor) -> torch.Tensor:
+    """A GPT that takes its part of the tokens: attention sees, and rotates, all of them.
 
-    _token_ranks: int
-
-    def forward(self: Any, first: torch.Tensor) -> torch.Tensor:
-        """The residual stream (rows, tokens / ranks, features) -> that, or logits."""
-        tables = {name: self._buffers[name] for name in ("cos", "sin")}
-        for name, table in tables.items():
-            self._buffers[name] = _Rows(table, self._token_ranks)
-        try:
-            return super().forward(first)  # type: ignore[misc]
-        finally:
-            self._buffers.update(tables)
+    The residual stream (rows, tokens / ranks, features) -> that, or logits.
+    """
+    tables = {name: model._buffers[name] for name in ("cos", "sin")}
+    for name, table in tables.items():
+        model._buffers[name] = _Rows(table, ranks)
+    try:
+        return type(model).forward(model, first)
+    finally:
+        model._buffers.update(tables)
 
 
 class _Rows:
@@ -134,38 +127,28 @@ class _Rows:
         return self.table[:tokens]
 
 
-class _Tensors:
-    """Mixed into the class of a Hugging Face model: one tensor comes in, one goes out."""
-
-    _takes: str
-
-    def forward(self, first: torch.Tensor) -> torch.Tensor:
-        """Token ids (rows, tokens), or the residual stream (rows, tokens, features) -> that, or logits."""
-        return super().forward(**{self._takes: first}, use_cache=False).logits  # type: ignore[misc]
-
-
 def _hugging_face(model: Any, first: bool, last: bool) -> None:
-    _mix_in(model, _Tensors, _takes="input_ids" if first else "inputs_embeds")
+    model.forward = partial(_one_tensor, model, "input_ids" if first else "inputs_embeds")
 
 
-class _Images:
-    """Mixed into the class of a ViT of Hugging Face's: one tensor comes in, one goes out."""
-
-    _pools: bool
-
-    def forward(self: Any, first: torch.Tensor) -> torch.Tensor:
-        """Images (rows, colors, height, width), or the residual stream (rows, patches + 1, features) -> that, or logits
-        (rows, labels)."""
-        hidden = self.vit.embeddings(first)
-        for layer in self.vit.layers if hasattr(self.vit, "layers") else self.vit.encoder.layer:
-            given = layer(hidden)
-            hidden = given[0] if isinstance(given, tuple) else given
-        hidden = self.vit.layernorm(hidden)
-        return self.classifier(hidden[:, 0] if self._pools else hidden)
+def _one_tensor(model: Any, takes: str, first: torch.Tensor) -> torch.Tensor:
+    """Token ids (rows, tokens), or the residual stream (rows, tokens, features) -> that, or logits."""
+    return type(model).forward(model, **{takes: first}, use_cache=False).logits
 
 
 def _vit(model: Any, first: bool, last: bool) -> None:
-    _mix_in(model, _Images, _pools=last)
+    model.forward = partial(_one_image, model, last)
+
+
+def _one_image(model: Any, pools: bool, first: torch.Tensor) -> torch.Tensor:
+    """Images (rows, colors, height, width), or the residual stream (rows, patches + 1, features) -> that, or logits
+    (rows, labels)."""
+    hidden = model.vit.embeddings(first)
+    for layer in model.vit.layers if hasattr(model.vit, "layers") else model.vit.encoder.layer:
+        output = layer(hidden)
+        hidden = output[0] if isinstance(output, tuple) else output
+    hidden = model.vit.layernorm(hidden)
+    return model.classifier(hidden[:, 0] if pools else hidden)
 
 
 _KNOWN = {

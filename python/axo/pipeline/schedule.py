@@ -75,18 +75,18 @@ def stages(
     Raises:
         ValueError: A module is not from ``split``, or the tokens do not divide over the ranks that split them.
     """
-    made = []
+    stages = []
     for module in modules:
         part = part_of(module)
         if part is None:
             raise ValueError("pipeline: stages takes what axo.pipeline.split returned; make others by Stage itself")
         if tokens % part.token_ranks:
             raise ValueError(f"pipeline: {tokens} tokens do not divide over x={part.token_ranks}")
-        found = dtype or next(p.dtype for p in module.parameters() if p.is_floating_point())
-        hidden = torch.empty((rows, tokens // part.token_ranks, part.features), dtype=found, device="meta")
+        own = dtype or next(p.dtype for p in module.parameters() if p.is_floating_point())
+        hidden = torch.empty((rows, tokens // part.token_ranks, part.features), dtype=own, device="meta")
         ids = torch.empty((rows, tokens), dtype=torch.int64, device="meta")
         first = part.index == 0
-        made.append(
+        stages.append(
             Stage(
                 module,
                 comms,
@@ -97,7 +97,7 @@ def stages(
                 forward_context=forward_context,
             )
         )
-    return made
+    return stages
 
 
 class _Step:
@@ -193,9 +193,10 @@ def schedule(
         for stage in stages:
             stage.split_backward()
     base = getattr(pipelining, kind.torch_name)
-    made_of = type(f"Axo{kind.torch_name}", (_Step, base), {"__doc__": base.__doc__})
-    given = stages[0] if kind.stages_per_rank == 1 else list(stages)
-    made = made_of(given, microbatches, loss_fn=weighted, scale_grads=False)
-    made.axo_stages = list(stages)
-    made.axo_rows = count
-    return made
+    own_class = type(f"Axo{kind.torch_name}", (_Step, base), {"__doc__": base.__doc__})
+    steps = own_class(
+        stages[0] if kind.stages_per_rank == 1 else list(stages), microbatches, loss_fn=weighted, scale_grads=False
+    )
+    steps.axo_stages = list(stages)
+    steps.axo_rows = count
+    return steps

@@ -1,9 +1,12 @@
 """Training: ``run(TrainConfig(...))`` is what ``axo train`` calls.
 
-Cut by subject: ``config`` (options), ``early`` and ``check`` (what goes together), ``recipe`` (optimizer, learning
-rate, precision), ``loop`` (the parallel step), ``serial`` (the oracle), ``parity``, ``resume`` (checkpoints and the
-run's folder), ``runner`` (the whole), and what people see: ``log``, ``plot``, ``progress``, ``trace``. Names load on
-first use, so that options can be read without torch.
+    config    the options, which are those of the command        check    all that can be refused before ranks start
+    models    LitGPT's GPT, by name or file                      data     text, tokens, batches
+    recipe    optimizer, learning rate, precision                loop     the parallel step: what a reader copies from
+    runner    ranks, the run's folder, checkpoints               serial   the oracle, and the verdict
+    log, plot, trace   what people see                           auto     ``--grid auto``
+
+Names load on first use, so that options can be read without torch.
 """
 
 from __future__ import annotations

@@ -10,12 +10,28 @@ from dataclasses import replace
 from typing import Any
 
 from axo.grid import Grid
+from axo.launch import Rank
 from axo.perf import machine, planner, readers
 from axo.perf.grid_choice import choose, schedules_for, stage_counts
 from axo.train import models
 from axo.train.config import TrainConfig
 
 _PLANNED = {"bf16-mixed": "bf16-mixed", "16-mixed": "bf16-mixed", "bf16-true": "bf16-true"}
+
+
+def planned(
+    config: TrainConfig, rank: Rank | None, ranks: int, machine_name: str, given: Collection[str]
+) -> tuple[TrainConfig, str]:
+    """:func:`chosen` for a command: on torchrun's ranks, of which ``rank`` is one, or on as many new ones.
+
+    Raises:
+        ValueError: As for :func:`chosen`, or their number is not known.
+    """
+    if rank is not None and ranks not in (0, rank.world_size):
+        raise ValueError(f"ranks={ranks}, but {rank.world_size} ranks were started; leave it out")
+    if rank is None and ranks < 1:
+        raise ValueError("grid=auto does not know how many ranks to start; add --ranks N, or use torchrun")
+    return chosen(config, ranks if rank is None else rank.world_size, machine_name, given)
 
 
 def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection[str]) -> tuple[TrainConfig, str]:
@@ -69,9 +85,9 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
 
     choice = choose(request, pieces, config.microbatches if "microbatches" in given else 0)
     best = choice.best
-    found: dict[str, Any] = {"grid": best.grid, "pipeline": 1}
+    changes: dict[str, Any] = {"grid": best.grid, "pipeline": 1}
     if best.stages is not None:
-        found |= {"pipeline": best.stages.ranks, "schedule": best.stages.schedule}
-        found["microbatches"] = best.run.micro_batches
-        found["cuts"] = config.cuts if "cuts" in given else "planner"
-    return replace(config, **found), choice.tell(on.name)
+        changes |= {"pipeline": best.stages.ranks, "schedule": best.stages.schedule}
+        changes["microbatches"] = best.run.micro_batches
+        changes["cuts"] = config.cuts if "cuts" in given else "planner"
+    return replace(config, **changes), choice.tell(on.name)

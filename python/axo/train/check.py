@@ -1,30 +1,261 @@
-"""Every check of a training run that needs no rank.
+"""Every check of a training run that needs no rank: bad input costs one message and no process.
 
-The checks run before ranks start (under torchrun on each rank), so that bad input costs one message and no process;
-those that need no torch come first (``early``). They build the model without storage and read the sizes of the files;
-they run no torch operation on data, since the ranks are forked from this process (a parallel operation here would leave
-them without their thread pool).
+The checks run before ranks start (under torchrun on each rank). The model is asked itself, built without storage. No
+torch operation runs on data, since the ranks are forked from this process (a parallel operation here would leave them
+without their thread pool).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import os
+from pathlib import Path
+
+import torch
+from litgpt.config import Config
+from torch import nn
+
+from axo import settings
 from axo.arrangement import arrangement_of
-from axo.plans.litgpt import plan as litgpt_plan
-from axo.train import early, models
-from axo.train.config import TrainConfig
+from axo.checkpoint import folder
+from axo.comm import flight
+from axo.comm.device_choice import check_device
+from axo.offload.options import Offload
+from axo.overlap.options import Overlap
+from axo.perf import cut, pipeline_schedule
+from axo.placement import check_divides
+from axo.plans.litgpt import plan
+from axo.train import data, models
+from axo.train.config import CHECKPOINTS, KEPT, LOG_NAME, PLOT_NAME, PRECISIONS, TrainConfig
 
 
-def check(config: TrainConfig, found: early.Checked | None = None) -> early.Checked:
-    """Check everything that can be known before ranks exist. Returns what ``early.check`` has found.
+def check(config: TrainConfig, one_machine: bool = False) -> data.Batches:
+    """Check all that can be known before ranks exist; then open the text, which with a tokenizer is encoded once.
 
     Args:
         config: The options.
-        found: That, where it is known; None: it is asked here.
+        one_machine: Whether this machine, which must have what it takes, holds all ranks.
 
     Raises:
         ValueError: An option is wrong; the message names it, its value and what would work.
     """
-    found = found or early.check(config)
+    settings.check()
+    flight.folder()
+    model = check_step(config)
+    empty = models.build_empty(model)
+    plan.check(empty, config.grid, arrangement_of("train", config.algorithm), config.sequence_parallel)
+    _check_device(config)
+    _check_files(config)
+    _check_offload(config, model.n_layer)
+    if one_machine:
+        check_machine(config, empty)
+    vocabulary = data.BYTE_VOCABULARY if config.tokenizer is None else data.tokenizer_vocab_size(Path(config.tokenizer))
+    assert model.padded_vocab_size is not None
+    if vocabulary > model.padded_vocab_size:
+        raise ValueError(
+            f"train: {config.tokenizer or 'byte-level tokens'} has {vocabulary} tokens, more than the vocabulary of"
+            f" model {model.name!r} ({model.padded_vocab_size}); use --model-override padded_vocab_size=... of at least"
+            f" {vocabulary}"
+        )
+    return open_batches(config)
+
+
+def check_step(config: TrainConfig) -> Config:
+    """Check what a step is made of: numbers, precision, model, rows and stages. Returns the model's configuration.
+
+    Raises:
+        ValueError: As for :func:`check`.
+    """
+    _check_numbers(config)
+    for name, words in (("precision", PRECISIONS), ("recompute_keeps", KEPT)):
+        if getattr(config, name) not in words:
+            shown = f"{name.replace('_', '-')}={getattr(config, name)!r}"
+            raise ValueError(f"train: {shown} is not one of {', '.join(words)}")
+    if config.recompute_keeps != "nothing" and not config.recompute:
+        raise ValueError(f"train: recompute-keeps={config.recompute_keeps} says what --recompute keeps; say that too")
     arrangement = arrangement_of("train", config.algorithm)
-    litgpt_plan.check(models.build_empty(found.model), config.grid, arrangement, config.sequence_parallel)
-    return found
+    arrangement.check(config.grid)
+    model = models.resolve(config.model, config.model_overrides)
+    if config.seq_len > model.block_size:
+        raise ValueError(
+            f"model {model.name!r}: seq-len={config.seq_len} is not in [1, block_size={model.block_size}]; "
+            f"use a shorter sequence, or --model-override block_size={config.seq_len}"
+        )
+    if config.sequence_parallel:
+        arrangement.only_axonn("train: sequence-parallel")
+        check_divides("train", "seq-len", config.seq_len, "x", config.grid.x)
+    rows = data.rank_rows(config.batch_size, config.grid, config.grid.coords(0), arrangement)
+    if len(rows) % config.accumulate:
+        raise ValueError(
+            f"train: accumulate={config.accumulate} does not divide a rank's {len(rows)} rows "
+            f"(batch-size={config.batch_size} over {arrangement.describe_rows(config.grid)}); "
+            f"use one of {[n for n in range(1, min(len(rows), 4096) + 1) if len(rows) % n == 0][:16]}"
+        )
+    if config.pipeline > 1:
+        _check_pipeline(config, model.n_layer, len(rows) // config.accumulate)
+    overlap_of(config)
+    return model
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    for field in dataclasses.fields(config):
+        allowed, value = field.metadata["bounds"], getattr(config, field.name)
+        if allowed is None or value is None:
+            continue
+        if field.name == "min_lr" and math.isfinite(config.lr):
+            allowed = allowed._replace(words=f"in [0, {config.lr:g}]", most=config.lr)
+        if not allowed.least <= value <= allowed.most:
+            name = field.name.replace("_", "-")
+            raise ValueError(f"train: {name}={value} is out of range; it must be {allowed.words}")
+    if config.zero not in (0, 1, 2):
+        raise ValueError(f"train: zero={config.zero} is not 0, 1 or 2; for what ZeRO-3 does, give the grid's z ranks")
+    if config.goldfish_k == 1:
+        raise ValueError("train: goldfish-k=1 would leave every token out; use 0 (off), or 2 and more")
+
+
+def _check_pipeline(config: TrainConfig, blocks: int, rows: int) -> None:
+    """Check the options of stages: of a model of so many blocks, with so many rows of a rank in a piece."""
+    pipeline_schedule.check_algorithm(config.schedule, config.algorithm)
+    stages = config.pipeline * pipeline_schedule.schedule_kind(config.schedule).stages_per_rank
+    cut.check(blocks, stages, config.stage_cuts)
+    pipeline_schedule.check(config.schedule, config.microbatches, config.pipeline)
+    if rows < config.microbatches:
+        parts = config.batch_size // config.accumulate // rows
+        raise ValueError(
+            f"train: microbatches={config.microbatches} are more than the {rows} rows of a rank in a piece"
+            f" (batch-size={config.batch_size} in {parts} parts, in accumulate={config.accumulate} pieces); use at most"
+            f" {rows}, or a larger batch-size"
+        )
+
+
+def check_machine(config: TrainConfig, model: nn.Module) -> None:
+    """Check that this machine has a device for each rank of the run; CPU ranks: memory for the whole ``model``.
+
+    Raises:
+        ValueError: It has not.
+    """
+    if check_device("train", config.device)[0] != "cpu":
+        count = torch.accelerator.device_count()
+        if config.ranks > count:
+            raise ValueError(
+                f"train: grid {config.shown} has {config.ranks} ranks and this machine {count} of device"
+                f" {config.device!r}, one for a rank; use a smaller grid, or torchrun on more machines"
+            )
+        return
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    # Weights, gradients and AdamW's two moments, once over all ranks: what is replicated, and activations, come on top.
+    needed = 4 * parameters * (2 if config.precision == "bf16-true" else 4)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise ValueError(
+            f"train: model {config.model!r} has {parameters:,} parameters, whose weights, gradients and optimizer state"
+            f" take at least {needed / 2**30:,.1f} GiB, and this machine has {memory / 2**30:,.1f} GiB; use a smaller"
+            " model, or torchrun on more machines"
+        )
+
+
+def _check_device(config: TrainConfig) -> None:
+    kind, index = check_device("train", config.device)
+    if index is not None and config.ranks > 1:
+        raise ValueError(
+            f"train: device={config.device!r} is one device, and grid {config.grid} has {config.ranks} ranks;"
+            f" use device={kind!r}, which gives each rank its own"
+        )
+
+
+def _check_offload(config: TrainConfig, blocks: int) -> None:
+    activations = offload_of(config).activations
+    if isinstance(activations, int) and activations > blocks:
+        raise ValueError(
+            f"train: offload={config.offload!r} asks for {activations} blocks, and the model has {blocks}; use"
+            " activations for all"
+        )
+    if config.offload_dir is None:
+        return
+    if config.offload == "none":
+        raise ValueError(f"train: offload-dir={config.offload_dir} without offload; say what goes there: --offload ...")
+    if check_device("train", config.device)[0] != "cpu":
+        raise ValueError(
+            f"train: offload-dir={config.offload_dir} is of CPU ranks; on device={config.device!r} the lower tier is"
+            " pinned memory of the host: leave it out"
+        )
+    folder.check_writable("train: offload-dir", Path(config.offload_dir))
+
+
+def _check_files(config: TrainConfig) -> None:
+    """Check that what a run writes can be written, before it has trained for hours."""
+    if not config.out.strip():
+        raise ValueError("train: out is empty; name the folder of the run")
+    out = Path(config.out)
+    for each in (out, out / CHECKPOINTS) if config.saves else (out,):
+        folder.check_writable("train: out", each)
+    written = {"out": out / PLOT_NAME, "out's log": out / LOG_NAME}
+    if config.resume is not None:
+        if not config.resume.strip():
+            raise ValueError("train: resume is empty; use auto, or name a checkpoint")
+        if config.overwrite:
+            raise ValueError("train: overwrite starts again, and resume continues; use one of the two")
+        if config.resume != "auto":
+            folder.check_local(config.resume)
+            folder.resolve(os.path.abspath(config.resume))
+    elif not config.overwrite and (older := folder.latest(out / CHECKPOINTS)) is not None:
+        raise ValueError(
+            f"train: out={out} holds checkpoints of an earlier run, the newest {older.name}; go on from it with"
+            " --resume, give another --out, or say --overwrite to remove them"
+        )
+    if config.trace is not None:
+        trace = Path(config.trace)
+        if trace.is_dir():
+            raise ValueError(f"train: trace={trace} is a folder; name a file, such as {trace}/trace.json")
+        if trace.exists() and not trace.is_file():
+            raise ValueError(f"train: trace={trace} is not a file; name one, such as trace.json")
+        if trace.suffix == ".png":
+            raise ValueError(f"train: trace={trace} ends in .png, the name of its picture; use {trace.stem}.json")
+        place = folder.nearest("train: trace", trace, trace)
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise ValueError(f"train: trace={trace} cannot be written: no permission to write in {place}")
+        written["trace's picture"] = trace.with_suffix(".png")
+    for option, path in written.items():
+        if path.exists() and not path.is_file():
+            raise ValueError(
+                f"train: {option}: {path} {folder.kind_of(path)}, and a file of that name is to be written"
+            )
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"train: {option}: no permission to write {path}")
+
+
+def offload_of(config: TrainConfig) -> Offload:
+    """What of the run lies on the lower tier; on CPU ranks it is files in the run's folder, unless another is named.
+
+    Raises:
+        ValueError: The options are wrong.
+    """
+    on_cpu = check_device("train", config.device)[0] == "cpu"
+    try:
+        return Offload.parse(config.offload, config.offload_dir or (config.out if on_cpu else None))
+    except ValueError as error:
+        raise ValueError(f"train: {error}") from None
+
+
+def overlap_of(config: TrainConfig) -> Overlap:
+    """The run's overlaps and cache of gathered weights.
+
+    Raises:
+        ValueError: One of them is not known.
+    """
+    wanted = {part.strip() for part in config.overlap.split(",")} - {"", "none"}
+    if unknown := wanted - {"oar", "ors", "oag"}:
+        raise ValueError(f"train: overlap {', '.join(sorted(unknown))} is not known; use oar, ors, oag or none")
+    cache = int(config.gather_cache) if config.gather_cache.isdecimal() else config.gather_cache
+    return Overlap("oar" in wanted, "ors" in wanted, "oag" in wanted, cache)
+
+
+def open_batches(config: TrainConfig) -> data.Batches:
+    """The run's batches; with a tokenizer the text is encoded into the run's folder first (once)."""
+    files = data.find_files(config.data) if config.data else data.default_text()
+    if config.tokenizer is None:
+        corpus = data.Corpus(files)
+    else:
+        corpus = data.encode(files, Path(config.tokenizer), Path(config.out) / "tokens")
+    return data.Batches(corpus, seq_len=config.seq_len, batch_size=config.batch_size, seed=config.seed)

@@ -1,6 +1,6 @@
-"""What one training run is: its options, each with its help, as a frozen dataclass. ``axo train`` is generated from it.
+"""What one training run is, as a frozen dataclass: its fields, each with its help, are the options of ``axo train``.
 
-Not here: whether the options fit together (``early``). Nothing heavy is imported, so that ``axo --help`` answers at
+Not here: whether the options fit together (``check``). Nothing heavy is imported, so that ``axo --help`` answers at
 once.
 """
 
@@ -8,7 +8,8 @@ once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,40 +22,17 @@ LOG_NAME, PLOT_NAME, CHECKPOINTS = "log.jsonl", "loss.png", "checkpoints"  # in 
 MODEL, RANKS, DATA, OPTIMIZER, OUTPUT = "Model", "Ranks", "Data", "Optimizer", "Output"
 
 
-class Option(NamedTuple):
-    """How a field of :class:`TrainConfig` is given on the command line.
+class Bounds(NamedTuple):
+    """The numbers that an option may be, both ends among them, and how a message says that."""
 
-    Args:
-        panel: Where ``axo train --help`` shows it.
-        help: One line.
-        metavar: What stands for the value; None: its type.
-        name: Where it is not the field's own name.
-        text: The type on the command line; None: the field's own.
-        read: Makes the field's value of it.
-        least, most: Bounds of a number; a bound that is itself not allowed has ``open_below`` or ``open_above``.
-    """
+    words: str
+    least: float
+    most: float = sys.float_info.max
 
-    panel: str
-    help: str
-    metavar: str | None = None
-    name: str = ""
-    text: Any = None
-    read: Callable[[Any], Any] | None = None
-    least: float = -math.inf
-    most: float = math.inf
-    open_below: bool = False
-    open_above: bool = False
 
-    def wrong(self, value: float) -> str:
-        """What a number must be; "" where it is so."""
-        above = value > self.least if self.open_below else value >= self.least
-        below = value < self.most if self.open_above else value <= self.most
-        if above and below and math.isfinite(value):
-            return ""
-        if self.most < math.inf:
-            return f"in {'[('[self.open_below]}{self.least:g}, {self.most:g}{'])'[self.open_above]}"
-        low = f"{'above' if self.open_below else 'at least'} {self.least:g}"
-        return low if math.isfinite(value) else f"{low} and finite"
+AT_LEAST_0, AT_LEAST_1 = Bounds("at least 0", 0), Bounds("at least 1", 1)
+FINITE, POSITIVE = Bounds("at least 0 and finite", 0), Bounds("above 0 and finite", math.nextafter(0, 1))
+BELOW_1 = Bounds("in [0, 1)", 0, math.nextafter(1, 0))
 
 
 def overrides(given: Sequence[str]) -> dict[str, str]:
@@ -68,55 +46,67 @@ def overrides(given: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
-def _option(default: Any, panel: str, help: str, **more: Any) -> Any:
-    kind = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**kind, metadata={"option": Option(panel, help, **more)})  # type: ignore[call-overload]
+def _option(
+    default: Any, panel: str, help: str, bounds: Bounds | None = None, *, metavar: str | None = None, name: str = ""
+) -> Any:
+    """A field, and how it is given on the command line.
+
+    Args:
+        default: Its default, or what makes it.
+        panel: Where ``axo train --help`` shows it.
+        help: One line.
+        bounds: Of a number.
+        metavar: What stands for the value; None: its type.
+        name: Of the option, where it is not the field's own.
+    """
+    option = {"panel": panel, "help": help, "bounds": bounds, "metavar": metavar, "name": name}
+    if callable(default):
+        return field(default_factory=default, metadata=option)
+    return field(default=default, metadata=option)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Options of a training run. Each field says what it is; ``axo.train.early`` says what goes together."""
+    """Options of a training run. Each field says what it is; ``axo.train.check`` says what goes together."""
 
     model: str = _option("tiny", MODEL, "A LitGPT configuration by name, 'tiny', or a YAML / JSON file.")
     model_overrides: dict[str, Any] = _option(
-        dict, MODEL, "Set a field of litgpt.Config; repeatable.",
-        metavar="FIELD=VALUE", name="model-override", text=list[str], read=overrides,
-    )  # fmt: skip
+        dict, MODEL, "Set a field of litgpt.Config; repeatable.", metavar="FIELD=VALUE", name="model-override"
+    )
     grid: Grid = _option(
-        Grid, RANKS, "Ranks on each axis; auto: what the planner finds fastest, stages too.", metavar="XxYxZxDATA",
-        text=str, read=Grid.parse,
-    )  # fmt: skip
+        Grid, RANKS, "Ranks on each axis; auto: what the planner finds fastest, stages too.", metavar="XxYxZxDATA"
+    )
     algorithm: str = _option("axonn", RANKS, "axonn; tesseract where x = y (z is its depth); summa: tesseract, z = 1.")
-    pipeline: int = _option(1, RANKS, "Stages, each of them a grid.", least=1)
+    pipeline: int = _option(1, RANKS, "Stages, each of them a grid.", AT_LEAST_1)
     schedule: str = _option(
         "1f1b", RANKS, "Of the stages: gpipe, 1f1b, looped-bfs, interleaved-1f1b, zero-bubble, zbv or dualpipev."
     )
     cuts: str = _option(
         "even", RANKS, "First blocks of later stages: even, planner (the least flops of the busiest rank), or 3,7."
     )
-    microbatches: int = _option(8, RANKS, "Micro-batches that fill the stages in each piece.", least=1)
+    microbatches: int = _option(8, RANKS, "Micro-batches that fill the stages in each piece.", AT_LEAST_1)
     sequence_parallel: bool = _option(
         False, RANKS, "Split the tokens of the residual stream over x: norms keep 1/x of their activations."
     )
-    threads: int = _option(0, RANKS, "CPU threads of a rank; 0: its share of the cores.", least=0, most=4096)
-    data: tuple[str, ...] = _option(
-        (), DATA, "Text: files or folders. Default: Python's library.", metavar="PATH...", text=list[str], read=tuple
+    threads: int = _option(
+        0, RANKS, "CPU threads of a rank; 0: its share of the cores.", Bounds("in [0, 4096]", 0, 4096)
     )
+    data: tuple[str, ...] = _option((), DATA, "Text: files or folders. Default: Python's library.", metavar="PATH...")
     tokenizer: str | None = _option(None, DATA, "A tokenizer.json; default: bytes.", metavar="PATH")
-    steps: int = _option(200, DATA, "Optimizer steps.", least=1)
-    batch_size: int = _option(16, DATA, "Rows of the global batch, whatever the grid.", least=1)
-    seq_len: int = _option(128, DATA, "Tokens of a row.", least=1)
-    accumulate: int = _option(1, DATA, "Pieces that a rank's rows are cut into.", least=1)
-    lr: float = _option(1e-3, OPTIMIZER, "Peak learning rate.", least=0)
-    min_lr: float | None = _option(None, OPTIMIZER, "Last learning rate; default: a tenth of the peak.", least=0)
-    warmup: int = _option(20, OPTIMIZER, "Steps of linear warm-up.", least=0)
-    weight_decay: float = _option(0.1, OPTIMIZER, "Of weights only.", least=0)
-    beta1: float = _option(0.9, OPTIMIZER, "AdamW.", least=0, most=1, open_above=True)
-    beta2: float = _option(0.95, OPTIMIZER, "AdamW.", least=0, most=1, open_above=True)
-    clip: float = _option(1.0, OPTIMIZER, "Largest gradient norm; 0: off.", least=0)
-    goldfish_k: int = _option(0, OPTIMIZER, "Goldfish loss: leave one of K tokens out; 0: off.", least=0)
-    goldfish_h: int = _option(13, OPTIMIZER, "Goldfish loss: tokens before one that decide.", least=1)
-    seed: int = _option(0, OPTIMIZER, "Of initial weights and data order.", least=0, most=2**63 - 1)
+    steps: int = _option(200, DATA, "Optimizer steps.", AT_LEAST_1)
+    batch_size: int = _option(16, DATA, "Rows of the global batch, whatever the grid.", AT_LEAST_1)
+    seq_len: int = _option(128, DATA, "Tokens of a row.", AT_LEAST_1)
+    accumulate: int = _option(1, DATA, "Pieces that a rank's rows are cut into.", AT_LEAST_1)
+    lr: float = _option(1e-3, OPTIMIZER, "Peak learning rate.", FINITE)
+    min_lr: float | None = _option(None, OPTIMIZER, "Last learning rate; default: a tenth of the peak.", FINITE)
+    warmup: int = _option(20, OPTIMIZER, "Steps of linear warm-up.", AT_LEAST_0)
+    weight_decay: float = _option(0.1, OPTIMIZER, "Of weights only.", FINITE)
+    beta1: float = _option(0.9, OPTIMIZER, "AdamW.", BELOW_1)
+    beta2: float = _option(0.95, OPTIMIZER, "AdamW.", BELOW_1)
+    clip: float = _option(1.0, OPTIMIZER, "Largest gradient norm; 0: off.", FINITE)
+    goldfish_k: int = _option(0, OPTIMIZER, "Goldfish loss: leave one of K tokens out; 0: off.", AT_LEAST_0)
+    goldfish_h: int = _option(13, OPTIMIZER, "Goldfish loss: tokens before one that decide.", AT_LEAST_1)
+    seed: int = _option(0, OPTIMIZER, "Of initial weights and data order.", Bounds("in [0, 2**63)", 0, 2**63 - 1))
     precision: str = _option("bf16-mixed", OPTIMIZER, "bf16-mixed, 32-true, bf16-true or 16-mixed.")
     recompute: bool = _option(False, OPTIMIZER, "Run each block again in backward.")
     recompute_keeps: str = _option(
@@ -136,18 +126,16 @@ class TrainConfig:
     )
     device: str = _option("cpu", RANKS, "cpu, or cuda: a GPU for each rank.")
     out: str = _option("runs/train", OUTPUT, "Where the log and the plot go.", metavar="DIR")
-    log_every: int = _option(1, OUTPUT, "Steps between lines of the log.", least=1)
-    save_every: int = _option(0, OUTPUT, "Steps between checkpoints, in DIR/checkpoints; 0: none.", least=0)
-    keep: int = _option(2, OUTPUT, "Checkpoints that stay.", least=1)
+    log_every: int = _option(1, OUTPUT, "Steps between lines of the log.", AT_LEAST_1)
+    save_every: int = _option(0, OUTPUT, "Steps between checkpoints, in DIR/checkpoints; 0: none.", AT_LEAST_0)
+    keep: int = _option(2, OUTPUT, "Checkpoints that stay.", AT_LEAST_1)
     resume: str | None = _option(
         None, OUTPUT, "Go on from the newest checkpoint of --out, or DIR.", metavar="[auto|DIR]"
     )
     allow_new_data: bool = _option(False, OUTPUT, "Resume although seed, batch, text or model options are others now.")
     overwrite: bool = _option(False, OUTPUT, "Start again in --out; remove an earlier run's checkpoints in it.")
     trace: str | None = _option(None, OUTPUT, "Write a chrome trace of a step, and a PNG.", metavar="FILE")
-    peak_tflops: float | None = _option(
-        None, OUTPUT, "Dense peak of a rank's device, for MFU.", least=0, open_below=True
-    )
+    peak_tflops: float | None = _option(None, OUTPUT, "Dense peak of a rank's device, for MFU.", POSITIVE)
     compare_serial: bool = _option(False, OUTPUT, "Train on one rank without Axo too, and compare.")
 
     @property

@@ -1,8 +1,8 @@
 """Text on disk as tokens, and the rows of a batch, which depend on (seed, step, data coordinate) only.
 
 A corpus is the files' tokens one after another. Byte-level tokens are read straight from the files; with a
-``tokenizer.json`` they are written once, next to the run or in a cache, and memory-mapped from then on. Nothing of the
-size of the corpus is ever held in memory.
+``tokenizer.json`` they are written once, next to the run or in a cache, and read from there. Nothing of the size of the
+corpus is ever held in memory.
 
 A window is ``seq_len + 1`` tokens: inputs ``[0, seq_len)``, targets shifted by one. Window w starts at token ``w *
 seq_len``, so that an epoch shows every target once. Row r of step s is window ``permutation(seed, epoch)(g mod
@@ -20,16 +20,15 @@ import fcntl
 import hashlib
 import json
 import os
-import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from axo.arrangement import AXONN, Arrangement
+from axo.checkpoint.folder import kind_of, whole_file
 from axo.files import open_own
 from axo.grid import Coords, Grid
 
@@ -63,25 +62,17 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
         ValueError: A path does not exist or is no file or folder, or a folder holds no file.
     """
     files: list[Path] = []
-    for given in paths:
-        path = Path(given)
-        if not os.fspath(given).strip():
+    for path in paths:
+        if not os.fspath(path).strip():
             raise ValueError("data: a path is empty; name files or folders of text")
-        try:
-            mode = path.stat().st_mode
-        except OSError as error:
-            what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be used: {error.strerror}"
-            what = f"is a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else what
-            raise ValueError(f"data: {path} {what}; give files or folders of text") from None
-        if stat.S_ISREG(mode):
-            files.append(path)
-        elif stat.S_ISDIR(mode):
-            found = _walk(path)
-            if not found:
-                raise ValueError(f"data: the folder {path} holds no files")
-            files.extend(found)
-        else:
-            raise ValueError(f"data: {path} is neither a file nor a folder; give files or folders of text")
+        path = Path(path)
+        inside = [path] if os.path.isfile(path) else _walk(path)
+        if not inside and os.path.isdir(path):
+            raise ValueError(f"data: the folder {path} holds no files")
+        if not inside:
+            what = "is neither a file nor a folder" if os.path.exists(path) else kind_of(path)
+            raise ValueError(f"data: {path} {what}; give files or folders of text")
+        files += inside
     return files
 
 
@@ -94,7 +85,7 @@ def _walk(root: Path, suffix: str = "", skip: frozenset[str] = frozenset()) -> l
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
-def digest(files: Sequence[Path]) -> str:
+def digest_of(files: Sequence[Path]) -> str:
     """A short hash of names, sizes and contents of files, in their order; of a large one's contents, of some blocks."""
     hasher = hashlib.sha256()
     for file in files:
@@ -109,27 +100,30 @@ def digest(files: Sequence[Path]) -> str:
     return hasher.hexdigest()[:12]
 
 
-class ByteCorpus:
-    """The bytes of files, one after another; token = byte.
+class Corpus:
+    """The tokens of files, one after another. A rank that is spawned gets their names, not what is in them.
 
     Args:
         files: What to read, in this order.
+        dtype: Of a token in them, little-endian: a byte, or ``uint16`` or ``uint32`` where a tokenizer made them.
+        vocab_size: Tokens are below this.
+        digest: The hash of the text that they stand for, see :func:`digest_of`; "": of the files.
 
     Raises:
         ValueError: A file cannot be read.
     """
 
-    vocab_size = BYTE_VOCABULARY
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = tuple(files)
+    def __init__(
+        self, files: Sequence[Path], dtype: str = "uint8", vocab_size: int = BYTE_VOCABULARY, digest: str = ""
+    ) -> None:
+        self.vocab_size, self._files, self._dtype = vocab_size, tuple(files), np.dtype(dtype).newbyteorder("<")
         self._starts, self._stamps = [0], list[tuple[int, int]]()
         for file in self._files:
             if not os.access(file, os.R_OK):
                 raise ValueError(f"data: {file} cannot be read; check its permissions")
             self._stamps.append(_stamp(file.stat()))
-            self._starts.append(self._starts[-1] + file.stat().st_size)
-        self.digest = digest(files)
+            self._starts.append(self._starts[-1] + self._stamps[-1][0] // self._dtype.itemsize)
+        self.digest = digest or digest_of(files)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -140,8 +134,8 @@ class ByteCorpus:
         Raises:
             ValueError: A file is not what it was when the corpus was opened.
         """
-        pieces, index = [], bisect.bisect_right(self._starts, start) - 1
-        end = start + count
+        pieces, index = [b""], bisect.bisect_right(self._starts, start) - 1
+        end, size = start + count, self._dtype.itemsize
         while start < end:
             stop = min(end, self._starts[index + 1])
             if stop > start:
@@ -151,47 +145,14 @@ class ByteCorpus:
                             f"data: {self._files[index]} was changed or replaced while the run reads it; leave it as it"
                             " was"
                         )
-                    file.seek(start - self._starts[index])
-                    pieces.append(file.read(stop - start))
+                    file.seek((start - self._starts[index]) * size)
+                    pieces.append(file.read((stop - start) * size))
             start, index = stop, index + 1
-        return np.frombuffer(b"".join(pieces), dtype=np.uint8).astype(np.int64)
+        return np.frombuffer(b"".join(pieces), self._dtype).astype(np.int64)
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
-
-
-class TokenCorpus:
-    """A file of little-endian token ids, memory-mapped.
-
-    Args:
-        path: The ids.
-        dtype: ``uint16`` or ``uint32``.
-        vocab_size: Ids are below this.
-        digest: The hash of the text, see :func:`digest`.
-    """
-
-    def __init__(self, path: Path, dtype: str, vocab_size: int, digest: str = "") -> None:
-        self.vocab_size, self.digest = vocab_size, digest
-        self._opened = path, dtype, vocab_size, digest
-        empty = path.stat().st_size == 0
-        self._tokens = (
-            np.empty(0, dtype) if empty else np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
-        )
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return tokens ``[start, start + count)`` as int64 ``(count,)``."""
-        return self._tokens[start : start + count].astype(np.int64)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """To a rank that is spawned its file goes, not what is in it."""
-        return TokenCorpus, self._opened
-
-
-Corpus = ByteCorpus | TokenCorpus
 
 
 def tokenizer_vocab_size(tokenizer: Path) -> int:
@@ -207,8 +168,8 @@ def _vocab_size(loaded: Tokenizer) -> int:
     return max(loaded.get_vocab().values()) + 1
 
 
-def encode(files: Sequence[Path], tokenizer: Path, cache: Path) -> TokenCorpus:
-    """Tokenize ``files`` into ``cache`` and map the result; once: its name hashes tokenizer, paths, sizes and times.
+def encode(files: Sequence[Path], tokenizer: Path, cache: Path) -> Corpus:
+    """Tokenize ``files`` into ``cache`` and open the result; once: its name hashes tokenizer, paths, sizes and times.
 
     Of several ranks that ask at the same time one works and the others wait for its file. Text is cut into pieces of
     about 1 MiB at line ends, so a token never spans two pieces; bytes that are not UTF-8 become U+FFFD.
@@ -227,12 +188,10 @@ def encode(files: Sequence[Path], tokenizer: Path, cache: Path) -> TokenCorpus:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file, whatever happens to this process
         if not target.exists():
             _encode_into(target, files, loaded, dtype)
-    return TokenCorpus(target, dtype, vocab_size, digest(files))
+    return Corpus([target], dtype, vocab_size, digest_of(files))
 
 
 def _encode_into(target: Path, files: Sequence[Path], tokenizer: Tokenizer, dtype: str) -> None:
-    from axo.checkpoint.folder import whole_file
-
     with whole_file(target) as unfinished, open(unfinished, "wb") as out:
         for piece in _pieces(files):
             ids = tokenizer.encode(piece.decode("utf-8", "replace"), add_special_tokens=False).ids
@@ -259,37 +218,24 @@ def _load_tokenizer(path: Path) -> Tokenizer:
         raise ValueError(f"tokenizer: {path} is not a tokenizer.json: {error}") from None
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows ``[start, stop)`` of the global batch."""
-
-    start: int
-    stop: int
-
-    @property
-    def count(self) -> int:
-        return self.stop - self.start
-
-
-def rank_rows(batch_size: int, grid: Grid, coords: Coords, arrangement: Arrangement = AXONN) -> Rows:
+def rank_rows(batch_size: int, grid: Grid, coords: Coords, arrangement: Arrangement = AXONN) -> range:
     """The rows of the global batch that a rank reads: contiguous, data outermost, then z; equal for peers on x and y.
 
     Raises:
         ValueError: ``batch_size`` does not divide over the axes that split rows.
     """
-    ranks = arrangement.row_parts(grid)
+    parts = arrangement.row_parts(grid)
     if batch_size < 1:
         raise ValueError(f"batch: batch-size={batch_size} is out of range; it must be at least 1")
-    if batch_size % ranks:
-        near = sorted({max(1, batch_size // ranks) * ranks, -(-batch_size // ranks) * ranks})
+    if batch_size % parts:
+        near = sorted({max(1, batch_size // parts) * parts, -(-batch_size // parts) * parts})
         raise ValueError(
-            f"batch: batch-size={batch_size} rows do not divide over {'*'.join(reversed(arrangement.rows))}={ranks} of"
-            f" grid {grid}; "
-            f"use {' or '.join(map(str, near))}"
+            f"batch: batch-size={batch_size} rows do not divide over {'*'.join(reversed(arrangement.rows))}={parts} of"
+            f" grid {grid}; use {' or '.join(map(str, near))}"
         )
-    each = batch_size // ranks
-    first = arrangement.row_part(grid, coords) * each
-    return Rows(first, first + each)
+    rows = batch_size // parts
+    first = arrangement.row_part(grid, coords) * rows
+    return range(first, first + rows)
 
 
 class Batches:
@@ -321,12 +267,10 @@ class Batches:
         epoch, index = divmod(step * self._batch_size + row, self.windows)
         return permute(index, self.windows, key=_mix(self._seed * 0x9E3779B97F4A7C15 + epoch))
 
-    def read(self, step: int, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, step: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 ``(rows, seq_len)`` each."""
-        tokens = np.empty((rows.count, self._seq_len + 1), dtype=np.int64)
-        for i in range(rows.count):
-            start = self.window(step, rows.start + i) * self._seq_len
-            tokens[i] = self._corpus.read(start, self._seq_len + 1)
+        starts = [self.window(step, row) * self._seq_len for row in rows]
+        tokens = np.stack([self._corpus.read(start, self._seq_len + 1) for start in starts])
         return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 

@@ -1,4 +1,6 @@
-"""The JSON-lines log of a run: one header, one line a step, one summary. Each line is flushed when it is written.
+"""What people see of a run: its log, and a progress bar on a terminal or about ten plain lines elsewhere.
+
+The log is JSON lines: one header, one line a step, one summary. Each line is flushed when it is written.
 
 header: the options, versions, grid, device, transport, sizes of model and text, and the peak that MFU divides by.
 step:   step, loss, lr, grad_norm, seconds, tokens_per_s, comm_share (time blocked / time, mean over ranks, by axis and
@@ -13,11 +15,15 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from litgpt.config import Config
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from axo import files
 from axo.checkpoint.folder import whole_file
@@ -28,18 +34,12 @@ from axo.train.loop import Step
 from axo_kernels.device import cpu_model
 
 _MOST = 1 << 30  # bytes of a log
+_LINES = 10  # about, of a run that is shown on no terminal
 # Dense bf16 peak in TFLOP/s by a part of the device's name; a more telling part stands before a shorter one.
-_BF16_PEAKS = (
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("GH200", 989.0),
-    ("H200", 989.0),
-    ("H100", 989.0),
-    ("A100", 312.0),
-    ("L40S", 362.0),
-    ("MI300X", 1307.0),
-    ("MI250X", 191.5),  # one GCD, which is what a rank sees
-)
+_BF16_PEAKS = {
+    "H100 PCIe": 756.0, "H100 NVL": 835.0, "GH200": 989.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0,
+    "MI300X": 1307.0, "MI250X": 191.5,  # one GCD, which is what a rank sees
+}  # fmt: skip
 
 
 class TrainLog:
@@ -47,42 +47,42 @@ class TrainLog:
 
     Args:
         config: The run.
-        shape: Sizes of its model.
+        model: Its model's configuration.
         tokens: Tokens of its text.
         transport: What moves the bytes.
         start: The first step; above 0 the lines of the steps before it are kept, and another header follows them.
     """
 
-    def __init__(
-        self, config: TrainConfig, shape: models.ModelSize, tokens: int, transport: str, start: int = 0
-    ) -> None:
-        folder = Path(config.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / LOG_NAME
+    def __init__(self, config: TrainConfig, model: Config, tokens: int, transport: str, start: int = 0) -> None:
+        self.path = Path(config.out, LOG_NAME)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = _lines_before(self.path, start)
         if kept:  # until they are on disk once more they stay where they are
             with whole_file(self.path.resolve()) as unfinished:
                 unfinished.write_text("".join(kept), encoding="utf-8")
         self._file = open(self.path, "a" if kept else "w", encoding="utf-8")
-        self._ranks = config.ranks
-        sizes = (config.batch_size, config.seq_len, shape.layers, shape.hidden, shape.vocabulary)
-        self._model_flops = narayanan(*sizes, recompute=False)
-        self._hardware_flops = narayanan(*sizes, recompute=config.recompute)
-        device = device_name(config.device)
-        self._peak = config.peak_tflops or peak_tflops(device, config.precision)
+        assert model.padded_vocab_size is not None
+        sizes = (config.batch_size, config.seq_len, model.n_layer, model.n_embd, model.padded_vocab_size)
+        self._flops = [narayanan(*sizes, recompute=recompute) for recompute in (False, config.recompute)]
+        device = torch.cuda.get_device_name(config.device) if config.device.startswith("cuda") else cpu_model()
+        peak = config.peak_tflops or peak_tflops(device, config.precision)
+        self._peak = None if peak is None else peak * 1e12 * config.ranks  # flops a second of all ranks
+        parameters = models.count_parameters(model)
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        packages = [name for name in ("axo", "litgpt", "triton", "numpy") if find_spec(name)]
         self.write(
             {
                 "kind": "header",
                 "config": config.as_dict(),
-                "model": {"parameters": shape.parameters, "layers": shape.layers, "hidden": shape.hidden},
+                "model": {"parameters": parameters, "layers": model.n_layer, "hidden": model.n_embd},
                 "tokens": tokens,
-                "versions": versions(),
+                "versions": versions | {name: version(name) for name in packages},
                 "grid": str(config.grid),
                 "pipeline": config.pipeline,
-                "ranks": self._ranks,
+                "ranks": config.ranks,
                 "transport": transport,
                 "device": device,
-                "peak_tflops_a_rank": self._peak,
+                "peak_tflops_a_rank": peak,
                 "start": start,
             }
         )
@@ -90,7 +90,7 @@ class TrainLog:
     def step(self, step: Step) -> dict[str, Any]:
         """Write one step; return the line."""
         share = {axis: seconds / step.seconds for axis, seconds in step.blocked.items()}
-        peak = None if self._peak is None else self._peak * 1e12 * self._ranks * step.seconds
+        mfu, hfu = (None if self._peak is None else flops / (self._peak * step.seconds) for flops in self._flops)
         line = {
             "kind": "step",
             "step": step.index,
@@ -100,10 +100,10 @@ class TrainLog:
             "seconds": step.seconds,
             "tokens_per_s": step.tokens / step.seconds,
             "comm_share": share | {"all": sum(share.values())},
-            "model_flops": self._model_flops,
-            "hardware_flops": self._hardware_flops,
-            "mfu": None if peak is None else self._model_flops / peak,
-            "hfu": None if peak is None else self._hardware_flops / peak,
+            "model_flops": self._flops[0],
+            "hardware_flops": self._flops[1],
+            "mfu": mfu,
+            "hfu": hfu,
         }
         self.write(line)
         return line
@@ -136,36 +136,41 @@ def _lines_before(path: Path, start: int) -> list[str]:
             entry = files.parse_json(line)
         except ValueError:  # the run was killed while it wrote
             continue
-        kind = entry.get("kind") if isinstance(entry, dict) else None
-        step = entry.get("step") if kind == "step" else None
-        if kind == "header" or (isinstance(step, int | float) and step < start):
+        kind, step = (entry.get("kind"), entry.get("step")) if isinstance(entry, dict) else (None, None)
+        if kind == "header" or (kind == "step" and isinstance(step, int | float) and step < start):
             kept.append(line)
     return kept
 
 
-def versions() -> dict[str, str]:
-    """Versions of what a run depends on."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("axo", "litgpt", "triton", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def device_name(device: str) -> str:
-    """The name of a GPU, or of this machine's processor."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    return cpu_model()
-
-
 def peak_tflops(device_name: str, precision: str) -> float | None:
     """Return the dense peak of a device in TFLOP/s, None where it is not known (CPUs, other GPUs, fp32)."""
-    if precision == "32-true":
-        return None
-    for part, peak in _BF16_PEAKS:
-        if part.lower() in device_name.lower():
-            return peak
-    return None
+    peaks = (peak for part, peak in _BF16_PEAKS.items() if part.lower() in device_name.lower())
+    return None if precision == "32-true" else next(peaks, None)
+
+
+class Display(Progress):
+    """A context that shows the lines of a log.
+
+    Args:
+        title: Names the run.
+        steps: Steps it will have.
+    """
+
+    def __init__(self, title: str, steps: int) -> None:
+        console, figures = Console(), TextColumn("{task.fields[figures]}")
+        columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), figures)
+        super().__init__(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        self._title, self._steps = title, steps
+        self._task = self.add_task(title, total=steps, figures="")
+
+    def show(self, done: int, line: dict[str, Any]) -> None:
+        """Show a step's line; ``done`` steps are over."""
+        figures = f"loss {line['loss']:.3f}"
+        if "tokens_per_s" in line:
+            figures += f" · {line['tokens_per_s']:,.0f} tokens/s · comm {line['comm_share']['all']:.0%}"
+        if line.get("mfu") is not None:
+            figures += f" · MFU {line['mfu']:.1%}"
+        if not self.disable:
+            self.update(self._task, completed=done, figures=figures)
+        elif done in (1, self._steps) or done * _LINES // self._steps > (done - 1) * _LINES // self._steps:
+            self.console.print(f"{self._title} {done}/{self._steps}: {figures}", highlight=False, soft_wrap=True)

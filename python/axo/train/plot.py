@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_MUTED, _AXO, _SERIAL = "#6b7785", "#1668a8", "#f0a03c"
-_DASHES = (0, (4, 4))
+_MUTED, _AXO, _SERIAL, _LIMIT = "#6b7785", "#1668a8", "#f0a03c", "#c43d3d"
 
 
 def draw(
@@ -38,11 +34,7 @@ def draw(
     steps = range(1, len(losses) + 1)
     figure, top, *below = new_figure(9, 5 if serial is None else 6.6, (1,) if serial is None else (3, 1))
     guess = math.log(vocabulary)
-    top.axhline(guess, color=_MUTED, linewidth=1, linestyle=_DASHES)
-    top.annotate(
-        f"a guess: ln({vocabulary}) = {guess:.2f}", (1, guess), xycoords=("axes fraction", "data"),
-        xytext=(0, 5), textcoords="offset points", ha="right", color=_MUTED, fontsize=9,
-    )  # fmt: skip
+    _draw_line(top, guess, _MUTED, f"a guess: ln({vocabulary}) = {guess:.2f}")
     if serial is not None:
         top.plot(steps, serial, color=_SERIAL, linewidth=5, alpha=0.75, solid_capstyle="round", label="serial")
     top.plot(steps, losses, color=_AXO, linewidth=1.8, solid_capstyle="round", label="Axo")
@@ -54,7 +46,12 @@ def draw(
     top.set(ylabel="loss (nats a token)", xlim=(1, max(2, len(losses))))
     if serial is not None:
         top.legend(frameon=False, loc="lower left")
-        _draw_difference(below[0], steps, losses, serial, limit)
+        floor = 1e-9  # where two losses are equal, a logarithm needs something to show
+        differences = [max(floor, abs(a - b)) for a, b in zip(losses, serial, strict=True)]
+        below[0].plot(steps, differences, color=_AXO, linewidth=1.2)
+        below[0].set(yscale="log", ylabel="|loss - serial|")
+        if limit is not None:
+            _draw_line(below[0], limit, _LIMIT, f"limit {limit:.0e}")
     figure.axes[-1].set_xlabel("step")
     figure.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
     top.set_title(subtitle, loc="left", fontsize=10, color=_MUTED)
@@ -62,15 +59,10 @@ def draw(
     figure.savefig(path)
 
 
-def _draw_difference(
-    below: Axes, steps: Sequence[int], losses: Sequence[float], serial: Sequence[float], limit: float | None
-) -> None:
-    floor = 1e-9  # where two losses are equal, a logarithm needs something to show
-    below.plot(steps, [max(floor, abs(a - b)) for a, b in zip(losses, serial, strict=True)], color=_AXO, linewidth=1.2)
-    below.set(yscale="log", ylabel="|loss - serial|")
-    if limit is not None:
-        below.axhline(limit, color="#c43d3d", linewidth=1, linestyle=_DASHES)
-        below.annotate(
-            f"limit {limit:.0e}", (1, limit), xycoords=("axes fraction", "data"), xytext=(0, 4),
-            textcoords="offset points", ha="right", color="#c43d3d", fontsize=9,
-        )  # fmt: skip
+def _draw_line(axes: Any, height: float, color: str, words: str) -> None:
+    """A dashed line across, with its words at the right end."""
+    axes.axhline(height, color=color, linewidth=1, linestyle=(0, (4, 4)))
+    axes.annotate(
+        words, (1, height), xycoords=("axes fraction", "data"), xytext=(0, 5),
+        textcoords="offset points", ha="right", color=color, fontsize=9,
+    )  # fmt: skip

@@ -15,12 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from axo.nn.goldfish import goldfish_targets
 from axo.train.config import TrainConfig
@@ -36,6 +31,14 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.last_lr + (config.lr - config.last_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> float:
+    """Give every group the rate of ``step``; return it."""
+    lr = learning_rate(step, config)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
 def build_optimizer(
     model: torch.nn.Module, config: TrainConfig, adamw: Callable[..., torch.optim.AdamW] = torch.optim.AdamW
 ) -> torch.optim.AdamW:
@@ -49,21 +52,10 @@ def build_optimizer(
     return adamw([group for group in groups if group["params"]], lr=config.lr, betas=betas)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group the rate ``lr``."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def autocast(config: TrainConfig) -> AbstractContextManager[Any]:
     """The context of a forward pass: bf16 (fp16) products over fp32 weights in ``bf16-mixed`` (``16-mixed``)."""
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.precision)
     return nullcontext() if dtype is None else torch.autocast(config.device.split(":")[0], dtype=dtype)
-
-
-def scales(config: TrainConfig) -> bool:
-    """Whether the loss is scaled, so that small gradients survive in fp16."""
-    return config.precision == "16-mixed"
 
 
 def wanted_targets(inputs: torch.Tensor, targets: torch.Tensor, config: TrainConfig) -> torch.Tensor:
@@ -82,14 +74,13 @@ def finish_model(model: torch.nn.Module, config: TrainConfig) -> None:
     if config.precision == "bf16-true":
         model.to(torch.bfloat16)
     if config.recompute:
-        keeps_nothing = config.recompute_keeps == "nothing"
-        contexts = noop_context_fn if keeps_nothing else partial(create_selective_checkpoint_contexts, _policy)
+        selective = partial(create_selective_checkpoint_contexts, _policy)
+        contexts = noop_context_fn if config.recompute_keeps == "nothing" else selective
         for block in model.get_submodule("transformer.h").children():
-            if not any(True for _ in block.parameters()):
-                continue  # another stage has it
-            block.forward = partial(  # type: ignore[method-assign]
-                checkpoint, block.forward, use_reentrant=False, context_fn=contexts
-            )
+            if next(block.parameters(), None) is not None:  # else another stage has it
+                block.forward = partial(  # type: ignore[method-assign]
+                    checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+                )
 
 
 def _policy(ctx: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:

@@ -1,8 +1,14 @@
-"""One training run from its options to its outcome: what every rank does, and how it is launched.
+"""One training run from its options to its outcome: what every rank does, and how it goes on from a checkpoint.
 
-A run is checked here, before ranks exist, as far as that is possible. Ranks then connect, agree that all of them can
-read the data, train, and part; rank 0 alone holds the log and, with ``compare_serial``, trains the serial model
-afterwards, when the other ranks are gone, with the threads of one rank.
+A run is checked before ranks exist, as far as that is possible. Ranks then connect, agree that all of them can read the
+data, train, and part; rank 0 alone holds the log and, with ``compare_serial``, trains the serial model afterwards, when
+the other ranks are gone, with the threads of one rank.
+
+A checkpoint of step s holds everything after s steps; step s is the next. The batches are a function of (seed, step,
+row), so the step is the data's position; what that function depends on is kept beside it and compared, and so are the
+model's options: a checkpoint of other heads may have the same shapes. A run may go on on another grid, for more steps,
+or with other options of the optimizer; with another order of the data or model only where that is asked for.
+A run has an identity (``axo.checkpoint.Run``): it loads, replaces and removes its own checkpoints only.
 """
 
 from __future__ import annotations
@@ -10,29 +16,29 @@ from __future__ import annotations
 import math
 import time
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-import torch
-from rich.console import Console
+from typing import Any
 
 import axo
-from axo.checkpoint import Run
+from axo import checkpoint
+from axo.checkpoint.folder import check_place, name_of, number_of, step_of
 from axo.checkpoint.ranks import agree, checkpoint_group
-from axo.comm.device_choice import check_device
 from axo.grid import check_ranks
-from axo.launch import Rank, launch_local, set_threads
-from axo.train import data, models, parity, plot
+from axo.launch import Rank, Termination, launch_local, set_threads
+from axo.offload import OffloadedAdamW
+from axo.train import data, plot
 from axo.train.check import check
 from axo.train.config import CHECKPOINTS, LOG_NAME, PLOT_NAME, TrainConfig
-from axo.train.early import Checked, check_here
-from axo.train.log import TrainLog
-from axo.train.loop import Trainer
-from axo.train.progress import Display
-from axo.train.resume import Checkpoints
-from axo.train.serial import train_serial
+from axo.train.log import Display, TrainLog
+from axo.train.loop import Step, Trainer
+from axo.train.serial import Parity, compare, train_serial
 
 TAIL = 10  # steps whose mean loss is a run's result
+WARM_STEPS = 3  # before the one that is traced
+_ORDER = ("seed", "batch_size", "seq_len", "tokenizer")  # with the text: what the order of the data depends on
+_NOT_OF_MODEL = ("name", "hf_config", "block_size", "vocab_size", "padding_multiple")  # change no logit
+_OF_OPTIMIZER = ("betas", "weight_decay")  # its options on the command line, beside the rate
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Outcome:
     plot: Path
     serial: list[float] | None = None
     serial_seconds: float = 0.0
-    parity: parity.Parity | None = None
+    parity: Parity | None = None
     start: int = 0
     checkpoint: Path | None = None
     stopped: str = ""
@@ -67,46 +73,18 @@ class Outcome:
         return math.log(self.vocabulary) - self.tail_loss
 
 
-def run(config: TrainConfig, found: Checked | None = None) -> Outcome | None:
+def run(config: TrainConfig) -> Outcome | None:
     """Train: on new local ranks, or as the rank that torchrun made of this process. None on ranks other than 0.
-
-    Args:
-        config: The options.
-        found: What ``axo.train.early.check_here`` has found of them; None: it is asked here.
 
     Raises:
         ValueError: The options are wrong.
         axo.launch.RankFailed: A local rank failed.
     """
-    rank = Rank.from_environment()
-    if rank is not None:
+    if Rank.from_environment() is not None:
         return train_rank(config)
-    found = check(config, found or check_here(config))
-    check_devices(config)
-    return launch_local(
-        train_rank,
-        config.ranks,
-        config,
-        found.batches(),  # opened, and encoded, once, before there are ranks to wait for it
-        fork=check_device("train", config.device)[0] == "cpu",
-        terminate=config.saves,
-    )
-
-
-def check_devices(config: TrainConfig) -> None:
-    """Check that this machine has a device for each rank of the run.
-
-    Raises:
-        ValueError: It has less.
-    """
-    if check_device("train", config.device)[0] == "cpu":
-        return
-    count = torch.accelerator.device_count()
-    if config.ranks > count:
-        raise ValueError(
-            f"train: grid {config.shown} has {config.ranks} ranks and this machine {count} of device"
-            f" {config.device!r}, one for a rank; use a smaller grid, or torchrun on more machines"
-        )
+    batches = check(config, one_machine=True)
+    fork = config.device.startswith("cpu")
+    return launch_local(train_rank, config.ranks, config, batches, fork=fork, terminate=config.saves)
 
 
 def train_rank(config: TrainConfig, batches: data.Batches | None = None) -> Outcome | None:
@@ -126,91 +104,231 @@ def train_rank(config: TrainConfig, batches: data.Batches | None = None) -> Outc
     problem = ""
     if batches is None:
         try:
-            batches = check(config).batches()
+            batches = check(config)
         except (ValueError, OSError) as error:
             problem = str(error)
-    with ExitStack() as held:
+    with ExitStack() as last:
         # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
         with axo.connect(config.grid, device=config.device, pipeline=config.pipeline) as comms:
             agree(checkpoint_group(comms), problem)
             assert batches is not None
             again = {"resume": config.resume is not None, "overwrite": config.overwrite}
-            run = Run(config.out, comms, checkpoints=Path(config.out) / CHECKPOINTS, **again)
-            held.callback(run.close)
-            outcome = _train(config, comms, batches, run)
+            folder = checkpoint.Run(config.out, comms, checkpoints=Path(config.out) / CHECKPOINTS, **again)
+            last.callback(folder.close)
+            outcome = _train(config, comms, batches, folder)
         return _finish(config, batches, outcome) if rank.rank == 0 else None
 
 
-def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches, run: Run) -> Outcome:
-    trainer = Trainer(config, comms, batches)
-    checkpoints = Checkpoints(config, trainer, run)
+def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches, folder: checkpoint.Run) -> Outcome:
+    trainer, termination = Trainer(config, comms, batches), Termination() if config.saves else None
+    checkpoints = Checkpoints(config, trainer, folder, termination)
     start, losses = checkpoints.resume()
     log, display = None, None
     if comms.everyone.rank == 0:
         if config.resume is not None:
-            found = "the start: no checkpoint there"
-            if checkpoints.origin:
-                found = f"{checkpoints.origin}, after step {start}{checkpoints.changed}"
-            print(f"axo train: goes on in {config.out} from {found}")
-        shape = models.shape_of(models.resolve(config.model, config.model_overrides))
-        log = TrainLog(config, shape, batches.tokens, comms.world.transport, start)
-        display = Display(Console(), f"axo {config.shown}", config.steps)
-    started, stopped = time.perf_counter(), ""
-    with display or nullcontext(), checkpoints:
-        for step in trainer.run(start):
+            origin = f"{checkpoints.origin}, after step {start}{checkpoints.changed}"
+            told = origin if checkpoints.origin else "the start: no checkpoint there"
+            print(f"axo train: goes on in {config.out} from {told}")
+        log = TrainLog(config, trainer.model.config, batches.tokens, comms.world.transport, start)
+        display = Display(f"axo {config.shown}", config.steps)
+    traced = min(start + WARM_STEPS, config.steps - 1) if config.trace is not None else -1
+    began, stopped = time.perf_counter(), ""
+    with display or nullcontext(), termination or nullcontext():
+        for index in range(start, config.steps):
+            step = trainer.step(index) if index != traced else _traced_step(trainer, index)
             losses.append(step.loss)
-            if log and display and (len(losses) % config.log_every == 0 or len(losses) == config.steps):
-                display.show(len(losses), log.step(step))
-            stopped = checkpoints.stopped_by if step.stop and len(losses) < config.steps else ""
+            ends = index + 1 == config.steps
+            if log and display and (ends or (index + 1) % config.log_every == 0):
+                display.show(index + 1, log.step(step))
             checkpoints.after(step, losses)
-            if stopped:
+            if step.stop and not ends and termination is not None:
+                stopped = termination.by  # another rank's is taken to be SIGTERM
                 break
+    seconds, out = time.perf_counter() - began, Path(config.out)
     outcome = Outcome(
-        losses,
-        time.perf_counter() - started,
-        batches.vocab_size,
-        Path(config.out, LOG_NAME),
-        Path(config.out, PLOT_NAME),
-        start=start,
-        checkpoint=checkpoints.last,
-        stopped=stopped,
-    )
+        losses, seconds, batches.vocab_size, out / LOG_NAME, out / PLOT_NAME,
+        start=start, checkpoint=checkpoints.last, stopped=stopped,
+    )  # fmt: skip
     if log is not None:
-        summary = {"steps": len(losses), "seconds": outcome.seconds, "tail_loss": outcome.tail_loss}
-        log.write({"kind": "summary"} | summary)
+        log.write({"kind": "summary", "steps": len(losses), "seconds": seconds, "tail_loss": outcome.tail_loss})
         log.close()
     return outcome
 
 
+def _traced_step(trainer: Trainer, index: int) -> Step:
+    from axo.train.trace import traced_step  # which draws
+
+    return traced_step(trainer, index)
+
+
 def _finish(config: TrainConfig, batches: data.Batches, outcome: Outcome) -> Outcome:
     """Train serially where that was asked for, and draw the losses."""
-    serial: list[float] | None = None
-    verdict: parity.Parity | None = None
-    started = time.perf_counter()
+    began = time.perf_counter()
     if config.compare_serial and not outcome.stopped:
-        serial = []
-        with Display(Console(), "serial", config.steps) as display:
+        serial: list[float] = []
+        with Display("serial", config.steps) as display:
             for loss in train_serial(config, batches):
                 serial.append(loss)
                 display.show(len(serial), {"loss": loss})
-        verdict = parity.compare(outcome.losses, serial, config.precision)
-    serial_seconds = time.perf_counter() - started
-    plot.draw(
-        outcome.plot,
-        outcome.losses,
-        title=f"{config.model} on {config.shown}",
-        subtitle=_subtitle(config, outcome.start, outcome.seconds),
-        vocabulary=outcome.vocabulary,
-        serial=serial,
-        limit=verdict.limit if verdict is not None and not verdict.relative else None,
-    )
-    return replace(outcome, serial=serial, serial_seconds=serial_seconds, parity=verdict)
-
-
-def _subtitle(config: TrainConfig, start: int, seconds: float) -> str:
-    ranks = config.ranks
-    took = f"{config.steps} steps" if start else f"{config.steps} steps in {seconds:.0f} s"
-    return (
-        f"{ranks} rank{'s' if ranks > 1 else ''} · {config.precision} · {config.batch_size} rows of "
+        parity = compare(outcome.losses, serial, config.precision)
+        outcome = replace(outcome, serial=serial, serial_seconds=time.perf_counter() - began, parity=parity)
+    took = f"{config.steps} steps" + (f" in {outcome.seconds:.0f} s" if not outcome.start else "")
+    subtitle = (
+        f"{config.ranks} rank{'s' if config.ranks > 1 else ''} · {config.precision} · {config.batch_size} rows of "
         f"{config.seq_len} tokens · AdamW, lr {config.lr:g} · {took}"
     )
+    plot.draw(
+        outcome.plot, outcome.losses, title=f"{config.model} on {config.shown}", subtitle=subtitle,
+        vocabulary=outcome.vocabulary, serial=outcome.serial,
+        limit=outcome.parity.limit if outcome.parity is not None and not outcome.parity.relative else None,
+    )  # fmt: skip
+    return outcome
+
+
+class Checkpoints:
+    """The checkpoints of one run on this rank: when they are saved, and how the run goes on from one.
+
+    Args:
+        config: The options.
+        trainer: Its model, optimizer and data.
+        folder: The run's hold on its folder.
+        termination: Notes SIGTERM and Ctrl-C; None: they end the run at once.
+
+    Attributes:
+        last: The newest checkpoint that this run wrote; None: none yet.
+        origin: The one that it went on from; None: none.
+        changed: The optimizer's options that are this command's and differ from those of ``origin``, in words.
+    """
+
+    def __init__(
+        self, config: TrainConfig, trainer: Trainer, folder: checkpoint.Run, termination: Termination | None
+    ) -> None:
+        self._config, self._trainer, self._run, self._termination = config, trainer, folder, termination
+        self._folder = Path(config.out) / CHECKPOINTS
+        # What a step depends on beside the weights: the data, and what the model makes of them.
+        self._order = {name: getattr(config, name) for name in _ORDER} | {"text": trainer.batches.text}
+        self._model = {name: value for name, value in asdict(trainer.model.config).items() if name not in _NOT_OF_MODEL}
+        self._done = 0
+        self.last: Path | None = None
+        self.origin: Path | None = None
+        self.changed = ""
+        if termination is not None:
+            termination.progress = self._progress
+            trainer.asked_to_stop = lambda: termination.asked
+
+    def _progress(self) -> tuple[int, Path | None, int]:
+        newest = checkpoint.latest(self._folder, run=self._run.id) or self.origin
+        return self._done, newest, (step_of(newest.name) or 0) if newest is not None else 0
+
+    def resume(self) -> tuple[int, list[float]]:
+        """Load what ``--resume`` asks for. Returns the next step, and the losses of those before it.
+
+        Raises:
+            ValueError: There is no such checkpoint, or it is of another model or another order of the data; or a later
+                step's place is taken.
+        """
+        self._done, losses = self._load()
+        problem = ""
+        if self._config.saves and self._trainer.comms.everyone.rank == 0 and self._folder.is_dir():
+            try:
+                for path in sorted(self._folder.iterdir()):
+                    if self._done < (step_of(path.name) or 0) <= self._config.steps:
+                        check_place(path, self._run.id)
+            except ValueError as error:
+                problem = str(error)
+        agree(checkpoint_group(self._trainer.comms), problem)
+        return self._done, losses
+
+    def _load(self) -> tuple[int, list[float]]:
+        config, optimizer = self._config, self._trainer.optimizer
+        if config.resume is None:
+            return 0, []
+        newest = self._newest(self._run.id)
+        if config.resume == "auto" and newest is None:
+            others = self._newest(None)
+            if others is None:
+                return 0, []
+            raise ValueError(
+                f"train: the checkpoints in {self._folder} are another run's; name the one to go on from, such as"
+                f" --resume {others}"
+            )
+        asked = [{name: group[name] for name in _OF_OPTIMIZER} for group in optimizer.param_groups]
+        loaded = checkpoint.load(
+            str(newest) if config.resume == "auto" else config.resume, self._trainer.model, optimizer
+        )
+        self.origin = loaded.path
+        for group, options in zip(optimizer.param_groups, asked, strict=True):
+            for name, value in options.items():
+                if group[name] != value and name not in self.changed:
+                    self.changed += f", with {name}={value} (there {group[name]})"
+            group.update(options)  # this command's: those of the checkpoint were loaded with it
+        extra = loaded.extra if isinstance(loaded.extra, dict) else {}
+        losses = list(extra.get("losses", []))
+        if len(losses) != loaded.step:
+            raise ValueError(
+                f"train: {loaded.path} was not saved by axo train: of its {loaded.step} steps it has {len(losses)}"
+                " losses; name one that was"
+            )
+        if not config.allow_new_data:
+            self._check_position(loaded.path, extra)
+        if loaded.step > config.steps:
+            raise ValueError(
+                f"train: {loaded.path} is of step {loaded.step}, beyond steps={config.steps}; ask for more steps"
+            )
+        if newest is not None and number_of(newest) > loaded.step and config.saves:
+            if newest == loaded.path:
+                raise ValueError(f"train: {newest} is of step {loaded.step}; rename it to {name_of(loaded.step)}")
+            raise ValueError(
+                f"train: this run has later checkpoints than {loaded.path}, the newest {newest}, and the next --resume"
+                " would take that: go on from it with --resume auto, remove the later ones, or give another --out"
+            )
+        if extra.get("scaler"):
+            self._trainer.scaler.load_state_dict(extra["scaler"])
+        return loaded.step, losses
+
+    def _check_position(self, path: Path, extra: dict[str, Any]) -> None:
+        """Refuse a checkpoint after which this run's data or model would be others."""
+        for what, saved, now in (
+            ("the order of the data", extra, self._order),
+            ("the model", extra.get("model", {}), self._model),
+        ):
+            for name, value in now.items():
+                if name in saved and saved[name] != value:
+                    option = name.replace("_", "-") if saved is extra else name
+                    raise ValueError(
+                        f"train: {path} was saved with {option}={saved[name]}, now it is {value}, and {what} would be"
+                        " another: use the same, or say --allow-new-data"
+                    )
+
+    def _newest(self, run: str | None) -> Path | None:
+        """The newest checkpoint of a run, None: of any. Rank 0 looks: the others might see the folder later."""
+        first = self._trainer.comms.everyone.rank == 0
+        return checkpoint.share_path(self._trainer.comms, checkpoint.latest(self._folder, run=run) if first else None)
+
+    def after(self, step: Step, losses: list[float]) -> None:
+        """Save if it is time: each ``save_every`` steps, after the last, and when any rank has been asked to end."""
+        if not self._config.saves:
+            return
+        self._done = step.index + 1
+        if step.stop and self._termination is not None:
+            self._termination.tell_lost()
+        ends = step.stop or self._done == self._config.steps
+        if not ends and self._done % self._config.save_every:
+            return
+        self._run.hold()
+        handle = checkpoint.save(
+            self._folder,
+            self._trainer.model,
+            self._trainer.optimizer,
+            step=self._done,
+            # A copy of the losses: the file is written while the next steps add theirs.
+            extra=self._order
+            | {"model": self._model, "losses": list(losses), "scaler": self._trainer.scaler.state_dict()},
+            keep=self._config.keep,
+            run=self._run.id,
+            # Not while the next steps run if that takes a copy which memory has no room for.
+            async_=not isinstance(self._trainer.optimizer, OffloadedAdamW),
+        )
+        self.last = handle.path
+        if ends:
+            handle.wait()

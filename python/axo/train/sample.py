@@ -45,19 +45,16 @@ def write(folder: str | Path, size: int = 1 << 20) -> Path:
 
 def write_tokenizer(folder: Path) -> None:
     """Write a byte-level tokenizer: byte b is token b, <s> is 256, </s> is 257."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     folder.mkdir(exist_ok=True)
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's table: these stand for themselves
     others = [byte for byte in range(256) if byte not in printable]
     symbols = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [{"id": 256, "content": "<s>", **special}, {"id": 257, "content": "</s>", **special}],
-        "pre_tokenizer": level,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": symbols | {"<s>": 256, "</s>": 257}, "merges": []},
-    }
+    tokenizer = Tokenizer(models.BPE(vocab=symbols | {"<s>": 256, "</s>": 257}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

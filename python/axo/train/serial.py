@@ -1,49 +1,48 @@
-"""The same training on one rank with nothing of Axo in it: the oracle of ``--compare-serial``.
+"""The same training on one rank with nothing of Axo in it, and how far from it a run is: ``--compare-serial``.
 
-Plain ``litgpt.GPT``, ``torch.optim.AdamW``, ``torch.nn.functional.cross_entropy`` and
+The oracle is plain ``litgpt.GPT``, ``torch.optim.AdamW``, ``torch.nn.functional.cross_entropy`` and
 ``torch.nn.utils.clip_grad_norm_``, with the same initial weights (same generator, same order of modules), the same
-global batches and the same learning rates. It shares the configuration, the data and the schedule with the parallel
-run, and no layer, loss, reduction or clipping.
+global batches and the same learning rates. It shares the configuration, the data and the recipe with the parallel run,
+and no layer, loss, reduction or clipping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from litgpt.model import GPT
 
-from axo.train import data, models
+from axo.train import data, models, recipe
 from axo.train.config import TrainConfig
-from axo.train.recipe import (
-    autocast,
-    build_optimizer,
-    finish_model,
-    learning_rate,
-    scales,
-    set_learning_rate,
-    wanted_targets,
-)
+
+# fp32: the two runs add in another order. `tiny` at lr 1e-3 then differs by 1e-6 over 120 steps. Chaos grows with the
+# rate: at lr 2e-3 two serial runs that only accumulate differently are 4e-4 apart after 120 steps, beyond this limit.
+FP32_LIMIT = 1e-4
+# bf16 keeps 8 bits of a product's result; the two runs round at other places, so losses differ by about that much.
+BF16_RELATIVE_LIMIT = 1e-2
 
 
 def train_serial(config: TrainConfig, batches: data.Batches) -> Iterator[float]:
     """Train on this process alone; yield the loss of each step."""
     device = torch.device(config.device)
     model = build_serial(config)
-    optimizer = build_optimizer(model, config)
-    scaler = torch.amp.GradScaler(device.type, enabled=scales(config))
+    optimizer = recipe.build_optimizer(model, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "16-mixed")
     for step in range(config.steps):
-        set_learning_rate(optimizer, learning_rate(step, config))
-        pair = batches.read(step, data.Rows(0, config.batch_size))
+        recipe.set_learning_rate(optimizer, step, config)
+        pair = batches.read(step, range(config.batch_size))
         inputs, targets = (torch.from_numpy(part).to(device) for part in pair)
-        targets = wanted_targets(inputs, targets, config)
-        counted, total = int((targets != -100).sum()), 0.0
+        targets = recipe.wanted_targets(inputs, targets, config)
+        tokens, total = int((targets != -100).sum()), 0.0
         pieces = config.accumulate
         for piece_in, piece_out in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
-            with autocast(config):
+            with recipe.autocast(config):
                 logits = model(piece_in)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), piece_out.flatten(), reduction="sum") / counted
+            loss = F.cross_entropy(logits.float().flatten(0, 1), piece_out.flatten(), reduction="sum") / tokens
             scaler.scale(loss).backward()
             total += loss.item()
         scaler.unscale_(optimizer)
@@ -57,11 +56,47 @@ def train_serial(config: TrainConfig, batches: data.Batches) -> Iterator[float]:
 
 def build_serial(config: TrainConfig) -> GPT:
     """Build the whole model with the initial weights of the parallel run."""
-    model_config = models.resolve(config.model, config.model_overrides)
     with torch.device(config.device):  # its generator draws the weights, as in the parallel run
-        model = GPT(model_config)
+        model = GPT(models.resolve(config.model, config.model_overrides))
     model.max_seq_length = config.seq_len
     torch.manual_seed(config.seed)
     model.apply(model._init_weights)
-    finish_model(model, config)
+    recipe.finish_model(model, config)
     return model
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The largest difference of two loss curves against its limit: absolute in fp32, relative to serial in bf16."""
+
+    difference: float
+    steps: int
+    limit: float
+    relative: bool
+    precision: str
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= self.limit  # NaN is not ok
+
+    def __str__(self) -> str:
+        kind, by = (f" ({self.precision}, relative)", " / serial") if self.relative else ("", "")
+        limit = f"{self.limit:.0e}".replace("e-0", "e-")
+        return (
+            f"parity{kind}: max |loss - serial|{by} = {self.difference:.1e} "
+            f"over {self.steps} steps (limit {limit}): {'ok' if self.ok else 'FAILED'}"
+        )
+
+
+def compare(losses: Sequence[float], serial: Sequence[float], precision: str) -> Parity:
+    """Compare two curves.
+
+    Raises:
+        ValueError: The curves are empty or differ in length.
+    """
+    if not losses or len(losses) != len(serial):
+        raise ValueError(f"parity: {len(losses)} and {len(serial)} losses cannot be compared")
+    relative = precision != "32-true"
+    differences = [abs(a - b) / (abs(b) if relative else 1.0) for a, b in zip(losses, serial, strict=True)]
+    worst = math.nan if any(map(math.isnan, differences)) else max(differences)
+    return Parity(worst, len(losses), BF16_RELATIVE_LIMIT if relative else FP32_LIMIT, relative, precision)

@@ -91,7 +91,7 @@ def render(litserve: str, checkpoint: Path, template: str) -> Any:
     sys.path.insert(0, litserve)
     import litgpt.deploy.serve as module
 
-    from axo.integrations.litgpt.command import protect
+    from axo.integrations.litgpt.rank import protect
 
     protect()
     assert module.OpenAISpecLitAPI.__module__ == "axo.integrations.litgpt.serving_apis"  # what a new process imports

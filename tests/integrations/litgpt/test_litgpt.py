@@ -224,13 +224,13 @@ def test_options_that_are_wrong(arguments, words, monkeypatch):
 
 
 def test_serving_on_another_accelerator_is_refused(monkeypatch):
-    from axo.integrations.litgpt.checks import _check_on_one_device
+    from axo.integrations.litgpt.checks import _check_values
 
     monkeypatch.setenv("LT_ACCELERATOR", "cpu")
     for accelerator in ("auto", "cpu"):
-        _check_on_one_device(Namespace(accelerator=accelerator))
+        _check_values(Namespace(accelerator=accelerator), Options(), PARALLEL["serve"])
     with pytest.raises(ValueError, match=r"--accelerator cuda is not what the ranks use \(cpu\)"):
-        _check_on_one_device(Namespace(accelerator="cuda"))
+        _check_values(Namespace(accelerator="cuda"), Options(), PARALLEL["serve"])
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_text_in_eight_bits_is_that_of_one_device(folder, grid, algorithm):
 def sizes(bitsandbytes, kind):
     """(bytes of a quantized weight, whether each part of it has the whole one's values)."""
     sys.path.insert(0, bitsandbytes)
-    from axo.overlap.quantized import QuantizedWeight
+    from axo.quantized import QuantizedWeight
 
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0))
     whole = QuantizedWeight(weight, kind)

@@ -59,22 +59,22 @@ class Figures:
             torch.tensor(shares, dtype=torch.float64, device=self._comms.device), "sum"
         )
         most = torch.tensor([_memory(self._comms.device)], dtype=torch.float64, device=self._comms.device)
-        found = {
+        figures = {
             f"comm_share/{axis}": share / self._comms.everyone.size
             for axis, share in zip(AXES, mean.tolist(), strict=True)
         }
-        found["comm_share/all"] = sum(found.values())
-        found["memory_gb"] = self._comms.everyone.all_reduce(most, "max").item() / 1e9
+        figures["comm_share/all"] = sum(figures.values())
+        figures["memory_gb"] = self._comms.everyone.all_reduce(most, "max").item() / 1e9
         could = self._peak and self._peak * self._comms.everyone.size
         counts = {"tokens_per_sec": tokens, "mfu": flops / could if flops is not None and could else None}
         for name, count in counts.items():
             if count is not None:
                 before = self._counted.get(name, count)  # a run that goes on begins with what was counted before it
                 if count > before:
-                    found[name] = (count - before) / seconds
+                    figures[name] = (count - before) / seconds
                 self._counted[name] = count
         self._since, self._blocked = now, blocked
-        return found
+        return figures
 
     def _blocked_by_axis(self) -> list[float]:
         seconds = self._comms.blocked_seconds

@@ -17,10 +17,10 @@ from torch import nn
 
 from axo.comm.connect import Communicators
 from axo.integrations.fabric.recorded_init import RecordedInit
-from axo.nn.elsewhere import Elsewhere, shared
 from axo.nn.generator import source_generator
 from axo.nn.init import make_room, tied_parameters
 from axo.nn.layer import ParallelLayer
+from axo.nn.placeholder import Placeholder, shared
 
 
 def holds_meta(module: nn.Module) -> bool:
@@ -46,7 +46,7 @@ def materialize(
     drawn: set[int] = set()  # whole parameters that have their values
     with source_generator(comms, comms.device, all_stages=True), torch.no_grad():
         for name, module in model.named_modules():
-            if isinstance(module, Elsewhere):
+            if isinstance(module, Placeholder):
                 _draw_elsewhere(model, name, originals, comms, recorded, drawn)
                 continue
             if not holds_meta(module):

@@ -128,10 +128,10 @@ def holds_sharded(folder: str | os.PathLike[str]) -> bool:
 
 
 def _one(state: dict[str, Any], kind: type, what: str) -> Any:
-    found = [name for name, value in state.items() if isinstance(value, kind)]
-    if len(found) > 1:
-        raise ValueError(f"checkpoint: a sharded checkpoint holds one {what}, not {', '.join(found)}; save them whole")
-    return state[found[0]] if found else None
+    names = [name for name, value in state.items() if isinstance(value, kind)]
+    if len(names) > 1:
+        raise ValueError(f"checkpoint: a sharded checkpoint holds one {what}, not {', '.join(names)}; save them whole")
+    return state[names[0]] if names else None
 
 
 def _name(state: dict[str, Any], value: Any) -> str:

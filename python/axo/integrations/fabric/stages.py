@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from axo import pipeline
 from axo.checkpoint.ranks import checkpoint_group, share
 from axo.comm.connect import Communicators
 from axo.errors import Refused
-from axo.nn.elsewhere import Elsewhere, renamed
+from axo.nn.placeholder import Placeholder, renamed
 from axo.perf.pipeline_schedule import rank_of
 from axo.pipeline.cut import part_of, view
 
@@ -102,13 +103,11 @@ class StageRunner:
         self._schedule: tuple[tuple[int, int], pipeline.Schedule] | None = None
         self._loss_of: Callable[[Any, torch.Tensor], torch.Tensor]
         model.__dict__[STAGES] = self
-        transformer, blocks = (view(model.get_submodule(name)) for name in ("transformer", "transformer.h"))
-        blocks.__class__ = _OwnBlocks
+        transformer, blocks = view(model.get_submodule("transformer")), _OwnBlocks()
+        blocks.__dict__.update(view(model.get_submodule("transformer.h")).__dict__)
         transformer._modules["h"] = blocks
         model._modules["transformer"] = transformer
-        kind: Any = type(model)
-        body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        model.__class__ = type(kind.__name__, (_Staged, kind), body)  # type: ignore[assignment]
+        model.forward = MethodType(_staged, model)
 
     # --- the whole model, for checkpoints ----------------------------------------------------------------------------
 
@@ -204,7 +203,7 @@ class StageRunner:
         losses: list[torch.Tensor] = []
         try:
             self._schedule_for(ids).step(ids, target=wanted, losses=losses)
-            made = [parameter.grad for parameter in parameters]
+            gradients = [parameter.grad for parameter in parameters]
         finally:
             for parameter, grad in zip(parameters, before, strict=True):
                 parameter.grad = grad
@@ -212,7 +211,7 @@ class StageRunner:
         value = torch.stack(losses).sum().detach().float() if losses else torch.zeros((), device=device)
         value = self.comms.pipeline.broadcast(value.reshape(1), root=self._homes[-1]).squeeze(0)
         loss = (value / scale).requires_grad_()
-        pending = [(parameter, grad) for parameter, grad in zip(parameters, made, strict=True) if grad is not None]
+        pending = [(parameter, grad) for parameter, grad in zip(parameters, gradients, strict=True) if grad is not None]
         loss.register_hook(lambda factor: _add(pending, factor / scale))
         return loss
 
@@ -240,7 +239,7 @@ class StageRunner:
         if self._schedule is None or self._schedule[0] != (rows, tokens):
             most = -(-rows // self._microbatches)
             stages = pipeline.stages(self._modules, self.comms, rows=most, tokens=tokens, forward_context=self._context)
-            made = pipeline.schedule(
+            schedule = pipeline.schedule(
                 self._name,
                 stages,
                 microbatches=self._microbatches,
@@ -248,7 +247,7 @@ class StageRunner:
                 mean=False,
                 rows=rows,
             )
-            self._schedule = (rows, tokens), made
+            self._schedule = (rows, tokens), schedule
         self._prepare()
         return self._schedule[1]
 
@@ -292,31 +291,28 @@ class StageRunner:
                 module.__dict__[name] = self._model.__dict__.get(name)
 
 
-class _Staged:
-    """Mixed into the class of the model that the program holds."""
-
-    def forward(
-        self: Any,
-        idx: torch.Tensor,
-        input_pos: torch.Tensor | None = None,
-        input_pos_maxp1: int | None = None,
-        lm_head_chunk_size: int = 0,
-    ) -> Any:
-        """LitGPT's, through the stages: see ``axo.integrations.fabric.stages``."""
-        stages: StageRunner = self.__dict__[STAGES]
-        if torch.is_grad_enabled():
-            if input_pos is not None:
-                raise Refused("AxoStrategy: with pipeline stages input_pos is for torch.no_grad(); leave it out")
-            return stages.announce(idx, lm_head_chunk_size)
-        logits = stages.forward(idx, input_pos, input_pos_maxp1)
-        return list(logits.split(lm_head_chunk_size, 1)) if lm_head_chunk_size else logits
+def _staged(
+    model: nn.Module,
+    idx: torch.Tensor,
+    input_pos: torch.Tensor | None = None,
+    input_pos_maxp1: int | None = None,
+    lm_head_chunk_size: int = 0,
+) -> Any:
+    """Stands for ``forward`` of LitGPT's model: through the stages."""
+    stages: StageRunner = model.__dict__[STAGES]
+    if torch.is_grad_enabled():
+        if input_pos is not None:
+            raise Refused("AxoStrategy: with pipeline stages input_pos is for torch.no_grad(); leave it out")
+        return stages.announce(idx, lm_head_chunk_size)
+    logits = stages.forward(idx, input_pos, input_pos_maxp1)
+    return list(logits.split(lm_head_chunk_size, 1)) if lm_head_chunk_size else logits
 
 
 class _OwnBlocks(nn.ModuleList):
     """The blocks of the whole model by number; who goes through them meets those of this rank."""
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return (block for block in self._modules.values() if not isinstance(block, Elsewhere))  # type: ignore[misc]
+        return (block for block in self._modules.values() if not isinstance(block, Placeholder))  # type: ignore[misc]
 
 
 def _begins(part: torch.Tensor, whole: torch.Tensor) -> bool:

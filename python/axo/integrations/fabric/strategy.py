@@ -57,6 +57,7 @@ from torch.optim import Optimizer
 
 import axo
 from axo.arrangement import arrangement_of
+from axo.check import one_of, whole_number
 from axo.comm.connect import Communicators
 from axo.comm.rendezvous import may_be_repeated, store_of_this_start
 from axo.grid import Grid, check_ranks
@@ -69,7 +70,7 @@ from axo.integrations.fabric.recorded_init import RecordedInit
 from axo.integrations.fabric.stages import StagedLogits, StageRunner, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
 from axo.nn.layer import is_parallel
-from axo.overlap.step_check import check_update
+from axo.optim.checks import check_update
 from axo.pipeline import check_microbatches
 
 COUNTS = ("ranks", "data")
@@ -132,8 +133,8 @@ class AxoStrategy(ParallelStrategy):
         precision: Any = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
-        if counts not in COUNTS:
-            raise ValueError(f"AxoStrategy: counts={counts!r} is not known; use one of {COUNTS}")
+        one_of("AxoStrategy: counts", counts, COUNTS)
+        whole_number("AxoStrategy: pipeline", pipeline, least=1)
         if grid is None:
             raise ValueError(
                 "AxoStrategy: no grid; pass grid='2x2x2x1', or for strategy='axo' first call"
@@ -142,8 +143,6 @@ class AxoStrategy(ParallelStrategy):
         self.grid = Grid.parse(grid)
         self.pipeline, self.schedule, self.cuts, self.offload = pipeline, schedule, cuts, offload
         self.microbatches = 2 * pipeline if microbatches is None else microbatches
-        if isinstance(pipeline, bool) or not isinstance(pipeline, int) or pipeline < 1:
-            raise ValueError(f"AxoStrategy: pipeline={pipeline!r} is not a number of stages; use at least 1")
         if pipeline > 1:
             check_microbatches(schedule, self.microbatches, pipeline)
             if zero == 2:
@@ -545,9 +544,9 @@ def _offloaded(optimizer: Optimizer, offload: axo.Offload) -> Optimizer:
             f"AxoStrategy: offload.optimizer is of torch.optim.AdamW without amsgrad, and this is a"
             f" {type(optimizer).__qualname__}; use AdamW, or Offload(optimizer=False)"
         )
-    known = ("lr", "betas", "eps", "weight_decay", "maximize")
-    groups = [{name: group[name] for name in ("params", *known)} for group in optimizer.param_groups]
-    return offload.adamw(groups, **{name: optimizer.defaults[name] for name in known})
+    settings = ("lr", "betas", "eps", "weight_decay", "maximize")
+    groups = [{name: group[name] for name in ("params", *settings)} for group in optimizer.param_groups]
+    return offload.adamw(groups, **{name: optimizer.defaults[name] for name in settings})
 
 
 def _gather_unless_training(head: Any, inputs: Any) -> None:

@@ -27,11 +27,11 @@ from torch.optim import Optimizer
 
 from axo.checkpoint.folder import whole_file
 from axo.checkpoint.parts import Parts
-from axo.checkpoint.state import plain_optimizer
+from axo.checkpoint.state import plain_optimizer, state_parts, with_names
 from axo.checkpoint.storage import read_plain
 from axo.integrations.fabric.stages import StageRunner
-from axo.overlap import optimizer_state as shards_said
-from axo.placement import Placement, placement_of
+from axo.optim import checks
+from axo.placement import placement_of
 
 Keep = Callable[[torch.Tensor], Any]
 Filter = Callable[[str, Any], bool]
@@ -54,13 +54,13 @@ def module_state(
         stages: The stages, if the module is this rank's part of a pipeline.
     """
     every = module.state_dict(keep_vars=True).items()
-    own = {name: _parts(value, placement_of(value)) for name, value in every if wanted is None or wanted(name, value)}
+    own = {
+        name: Parts(value, placement_of(value)) if isinstance(value, torch.Tensor) else value
+        for name, value in every
+        if wanted is None or wanted(name, value)
+    }
     whole = _whole(own, keep, stages)
     return whole if stages is None else {name: whole[name] for name in stages.entries if name in whole}
-
-
-def _parts(value: Any, placement: Placement | None) -> Any:
-    return Parts(value, placement) if isinstance(value, torch.Tensor) else value
 
 
 @torch.no_grad()
@@ -95,19 +95,14 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: StageRunner
     """
     own, of_all_stages = _names(optimizer, stages)
     parts: dict[Any, Any] = {}
-    for group, names in zip(optimizer.param_groups, own, strict=True):
-        for parameter, name in zip(group["params"], names, strict=True):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                placement = None
-                if isinstance(value, torch.Tensor) and value.dim():
-                    placement = state_placement(parameter)
-                    shape = parameter.shape if placement is None else placement.local_shape()
-                    _check_shape(optimizer, name, key, value.shape, shape)
-                parts[name, key] = _parts(value, placement)
+    for name, parameter in with_names(optimizer, own):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            is_tensor = isinstance(value, torch.Tensor)
+            parts[name, key] = state_parts(optimizer, name, key, value, parameter) if is_tensor else value
     values: dict[Any, dict[str, Any]] = {}
     for (name, key), whole in _whole(parts, keep, stages).items():
         values.setdefault(name, {})[key] = whole
-    options = [shards_said.without(group) for group in optimizer.param_groups]
+    options = [checks.without(group) for group in optimizer.param_groups]
     groups = [group | {"params": names} for group, names in zip(options, of_all_stages, strict=True)]
     return plain_optimizer(values, groups) if keep is not None else {}
 
@@ -135,26 +130,24 @@ def local_optimizer_state(
     if any(index >= len(numbers) for index in saved):
         raise ValueError(f"checkpoint: optimizer state of parameter {max(saved)}; the model has only {len(numbers)}")
     local: dict[int, dict[str, Any]] = {}
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    for index, (parameter, name) in enumerate(zip(parameters, itertools.chain(*own), strict=True)):
-        placement = state_placement(parameter)
+    for index, (name, parameter) in enumerate(with_names(optimizer, own)):
+        placement = placement_of(parameter)
+        placement = None if placement is None else placement.state  # with ZeRO cut over data too
         for key, value in saved.get(numbers[name], {}).items():
             if isinstance(value, torch.Tensor) and value.dim() and placement is not None:
                 if tuple(value.shape) == placement.global_shape:
                     value = placement.take(value)
-                _check_shape(optimizer, name, key, value.shape, placement.local_shape())
+                elif tuple(value.shape) != placement.local_shape():
+                    raise ValueError(
+                        f"checkpoint: {key!r} of parameter {name} to load into {type(optimizer).__name__} has shape"
+                        f" {tuple(value.shape)}, and the parameter has {placement.global_shape}"
+                    )
             local.setdefault(index, {})[key] = value.clone() if isinstance(value, torch.Tensor) else value
     groups = whole["param_groups"]
     if stages is not None:
         number = itertools.count()
         groups = [group | {"params": [next(number) for _ in mine]} for group, mine in zip(groups, own, strict=True)]
     return {"state": local, "param_groups": groups}
-
-
-def state_placement(parameter: torch.Tensor) -> Placement | None:
-    """How the optimizer's state of a parameter lies: with ZeRO cut over data too."""
-    placement = placement_of(parameter)
-    return None if placement is None else placement.state
 
 
 def save(
@@ -228,12 +221,3 @@ def _convert(
             value = {name: item for name, item in value.items() if wanted(name, item)}
         converted[key] = value
     return converted
-
-
-def _check_shape(optimizer: Optimizer, parameter: Any, name: str, shape: Any, expected: Any) -> None:
-    if shape != expected:
-        raise ValueError(
-            f"checkpoint: {type(optimizer).__name__} keeps {name!r} of parameter {parameter} in shape {tuple(shape)},"
-            f" and the parameter has shape {tuple(expected)} on this rank; only state of the parameter's shape is"
-            " supported"
-        )

@@ -49,10 +49,12 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
     except ValueError as error:
         raise ValueError(f"litgpt: --grid auto: {error}") from None
     train = options.train
-    config = model_fields(options, "--grid auto")
+    config = model_fields(options)
+    if config is None:
+        raise ValueError("litgpt: --grid auto wants a model: a name of LitGPT's, or a folder with a model_config.yaml")
     length = train.max_seq_length or config["block_size"]
     workload = readers.from_litgpt(config, seq_length=length).with_checkpointing(False)
-    alone = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # what stages cannot do, see checks._check_stages
+    alone = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # what stages cannot do, see checks._check_values
     if asked.offload not in ("none", "optimizer"):
         raise ValueError(
             f"litgpt: --grid auto plans an offload of the optimizer alone; with --offload {asked.offload} name a grid"
@@ -80,18 +82,18 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
         )
     choice = fastest(request, pieces, asked.microbatches)
     best, stages = choice.best, choice.best.stages
-    found = replace(asked, grid=best.grid, pipeline=1, schedule="", cuts="", microbatches=0)
+    chosen = replace(asked, grid=best.grid, pipeline=1, schedule="", cuts="", microbatches=0)
     if stages is not None:
-        found = replace(
-            found,
+        chosen = replace(
+            chosen,
             pipeline=stages.ranks,
             schedule=stages.schedule,
             cuts=asked.cuts or ",".join(map(str, stages.bounds[1:-1])),
             microbatches=best.run.micro_batches,
         )
     if rank is None or rank.rank == 0:
-        print(f"axo litgpt: {choice.tell(machine)}\n  the same by hand: {found.by_hand}")
-    return found
+        print(f"axo litgpt: {choice.tell(machine)}\n  the same by hand: {chosen.by_hand}")
+    return chosen
 
 
 def _ranks(asked: Options, rank: Rank | None) -> int:
@@ -104,25 +106,29 @@ def _ranks(asked: Options, rank: Rank | None) -> int:
     return asked.ranks
 
 
-def model_fields(options: Any, why: str) -> dict[str, Any]:
-    """The fields of the model's ``litgpt.Config``; ``why`` names the option that asks.
+def model_fields(options: Any) -> dict[str, Any] | None:
+    """The fields of the model's ``litgpt.Config``; None: LitGPT will list models, or the folder does not say.
 
     Raises:
-        ValueError: The checkpoint to start from does not say.
+        ValueError: LitGPT has no model of that name (it would print its list and end as if all were well), or the file
+            is no configuration.
     """
-    from litgpt.config import Config as config
+    from litgpt.config import Config
 
     if "checkpoint_dir" in options:
-        folder = folder_of(options.checkpoint_dir)
-        if not (folder / "model_config.yaml").is_file():
-            raise ValueError(f"litgpt: {why} reads the model from {folder}, which holds no model_config.yaml")
+        file = folder_of(options.checkpoint_dir) / "model_config.yaml"
         try:
-            return vars(config.from_file(folder / "model_config.yaml"))
+            return vars(Config.from_file(file)) if file.is_file() else None
         except (yaml.YAMLError, TypeError, AttributeError, UnicodeDecodeError) as error:  # no YAML, or no fields
             why = " ".join(str(error).split())
-            raise ValueError(f"litgpt: {folder / 'model_config.yaml'} is no configuration of a model: {why}") from None
-    given = options.model_config
-    if given is None:
-        return vars(config.from_name(options.model_name))
-    known = {field.name for field in fields(config)}
-    return vars(config(**{key: value for key, value in vars(given).items() if key in known}))
+            raise ValueError(f"litgpt: {file} is no configuration of a model: {why}") from None
+    name, given = options.model_name, options.model_config
+    if given is not None:
+        names = {field.name for field in fields(Config)}
+        return vars(Config(**{key: value for key, value in vars(given).items() if key in names}))
+    try:
+        return None if name == "list" else vars(Config.from_name(name))
+    except ValueError:
+        raise ValueError(
+            f"litgpt: there is no model {name!r}; litgpt pretrain list names all, --model_config takes one of your own"
+        ) from None

@@ -6,20 +6,22 @@ What the parser itself understands, it says (``parsing``); here is what must be 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import os
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
-
+from axo import check as check_value
 from axo.arrangement import arrangement_of
 from axo.checkpoint import folder as folders
 from axo.comm.device_choice import check_device
 from axo.grid import check_ranks
-from axo.integrations.litgpt.auto_grid import model_fields
-from axo.integrations.litgpt.options import Options
-from axo.integrations.litgpt.parsing import folder_of
+from axo.integrations.litgpt import auto_grid
+from axo.integrations.litgpt.commands import PARALLEL, Command
+from axo.integrations.litgpt.options import AUTO, Options, name_of
+from axo.integrations.litgpt.parsing import Parsed, folder_of
+from axo.integrations.litgpt.strategy import strategy_of
 from axo.launch import Rank
 
 # What each logger writes with: one of these packages, and what to install.
@@ -28,50 +30,48 @@ _LOGGERS = {
     "wandb": (("wandb",), "wandb"),
     "mlflow": (("mlflow", "mlflow_skinny"), "mlflow"),
 }
+_FOR_TRAINING = {"--goldfish", "--sharded", "--vocab-loss", "--max-restarts", "--allow-new-data", "--offload"}
+_FOR_RESUMING = {  # why those that cannot resume do not take them
+    "--max-restarts": "it cannot resume, so a run started again would begin anew",
+    "--allow-new-data": "it cannot resume",
+    "--sharded": "it saves adapters, which are small and always whole",
+    f"--grid {AUTO}": "the planner plans steps that train all weights",
+}
 
 
-def check(
-    options: Any,
-    asked: Options,
-    rank: Rank | None,
-    *,
-    trains: bool,
-    reads_sharded: bool,
-    quantizes: bool,
-    devices: Any,
-) -> None:
-    """Refuse what cannot run.
+def check(name: str, parsed: Parsed, rank: Rank | None) -> None:
+    """Refuse what cannot run, and complete what was parsed: a grid, where the planner is to choose, and devices.
 
     Args:
-        options: What litgpt's parser made of the arguments.
-        asked: Options of Axo's, with a grid.
+        name: The command.
+        parsed: Its arguments.
         rank: Under torchrun: who this process is.
-        trains, reads_sharded, quantizes: Of the command.
-        devices: The command's own default of ``--devices``.
 
     Raises:
         ValueError: Something does not fit, or is not there; a size that an axis does not divide is an axo.Refused.
     """
-    if options.get("quantize") is not None:
-        _check_quantize(options.quantize, options.get("precision"), asked, quantizes)
-    grid = asked.chosen_grid
+    command, options = PARALLEL[name], parsed.litgpt
+    _check_options(name, command, parsed.own)
+    if parsed.own.grid is None:
+        parsed.own = auto_grid.choose(name, options, parsed.own, rank)
+    asked = parsed.own
     if rank is not None:
-        check_ranks("litgpt", grid, asked.pipeline, rank.world_size)
-    if trains:
+        check_ranks("litgpt", asked.chosen_grid, asked.pipeline, rank.world_size)
+    function = command.load()
+    if command.trains:
         # From a configuration file; one that a run on this grid has saved names the data ranks.
+        devices = inspect.signature(function).parameters["devices"].default
         for what, usual, own in (("num_nodes", 1, 1), ("devices", devices, asked.data_ranks)):
             if options.get(what, usual) not in (usual, own):
-                raise ValueError(f"litgpt: {what}: {options[what]} is what the grid says ({grid}); leave it out")
+                raise ValueError(f"litgpt: {what}: {options[what]} is what the grid says ({asked.grid}); leave it out")
+        options.devices = asked.data_ranks
     used = os.environ.get("LT_ACCELERATOR", "cpu")
     if used != "auto":
         check_device(f"litgpt: LT_ACCELERATOR={used!r}", "cuda" if used == "gpu" else used)
-    _check_on_one_device(options)
-    _check_paths(options, asked.ranks_in_all, reads_sharded)
-    _check_model(options)
-    _check_sizes(options, asked)
-    _check_stages(options, asked, trains)
-    _check_offload(asked)
-    if trains:
+    _check_values(options, asked, command)
+    _check_paths(options, asked.ranks_in_all, command.reads_sharded)
+    _check_model(options, asked)
+    if command.trains:
         _check_batch(options.train, asked)
         _check_logger(options)
         _check_optimizer(options.get("optimizer"))
@@ -80,30 +80,55 @@ def check(
             folders.check_writable("litgpt: --out_dir", Path(above, str(options.out_dir)))
         if options.get("model_name", "list") != "list":
             _check_pretraining_data(options.get("data"))
+        _check_records(parsed.values(function).get("data"))
+
+
+def _check_options(name: str, command: Command, options: Options) -> None:
+    """Refuse options of Axo's that the command has no use for."""
+    if not command.stages and options.pipeline > 1:
+        able = ", ".join(other for other, each in PARALLEL.items() if each.stages)
+        raise ValueError(f"litgpt: --pipeline is not for {name}; in stages run {able}")
+    for option in map(name_of, options.given):
+        if option == "--host" and name != "serve":
+            raise ValueError(f"litgpt: --host is for serve, not for {name}; leave it out")
+        if option in _FOR_TRAINING and not command.trains:
+            able = ", ".join(other for other, each in PARALLEL.items() if each.trains)
+            raise ValueError(f"litgpt: {option} is for training ({able}), not for {name}; leave it out")
+        option = f"--grid {AUTO}" if option == "--grid" and options.grid is None else option
+        if option in _FOR_RESUMING and not command.resumes:
+            why = _FOR_RESUMING[option]
+            raise ValueError(f"litgpt: {option} is not for {name}: {why}; use finetune_full, or leave it out")
+
+
+def _refuse(wrong: dict[str, bool]) -> None:
+    """Refuse with the first words that are true."""
+    for words in (words for words, so in wrong.items() if so):
+        raise ValueError(f"litgpt: {words}")
 
 
 def _check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
     """Refuse folders and files that do not exist, where litgpt would say so on every rank, or download."""
     if "checkpoint_dir" in options:
         folder = folder_of(options.checkpoint_dir)
-        if not folder.is_dir() and (folder.is_absolute() or folder.parts[:1] == ("checkpoints",) or folder.exists()):
-            raise ValueError(
-                f"litgpt: checkpoint_dir {folder} is not a checkpoint directory; name a folder that litgpt download,"
-                " convert_to_litgpt or training has written"
-            )
+        absent, named = not folder.is_dir(), folder.is_absolute() or folder.parts[:1] == ("checkpoints",)
         downloads = "access_token" in options and ranks == 1  # on several ranks each of them would
-        if not folder.is_dir() and not downloads:
-            raise ValueError(f"litgpt: {folder} does not exist; get it first: litgpt download {options.checkpoint_dir}")
+        _refuse(
+            {
+                f"checkpoint_dir {folder} is not a checkpoint directory; name a folder that litgpt download,"
+                " convert_to_litgpt or training has written": absent and (named or folder.exists()),
+                f"{folder} does not exist; get it first: litgpt download {options.checkpoint_dir}": absent
+                and not downloads,
+            }
+        )
     for name in ("tokenizer_dir", "initial_checkpoint_dir"):
         given = options.get(name)
-        if given is not None and not folder_of(given).is_dir():
-            raise ValueError(f"litgpt: --{name} {given} is not a folder")
+        _refuse({f"--{name} {given} is not a folder": given is not None and not folder_of(given).is_dir()})
     for name in ("adapter_path", "finetuned_path"):
-        if name in options and not Path(str(options[name])).exists():
-            raise ValueError(f"litgpt: --{name} {options[name]} does not exist")
+        _refuse({f"--{name} {options.get(name)} does not exist": not os.path.exists(options.get(name, "."))})
     resume = options.get("resume")
-    if isinstance(resume, str | Path) and str(resume) != "auto" and not Path(str(resume)).exists():
-        raise ValueError(f"litgpt: --resume {resume} does not exist; name a lit_model.pth, or say --resume auto")
+    named = isinstance(resume, str | Path) and str(resume) != "auto"
+    how = "name a lit_model.pth, or say --resume auto"
+    _refuse({f"--resume {resume} does not exist; {how}": named and not os.path.exists(resume)})
     if not reads_sharded:
         refuse_sharded(options.checkpoint_dir)
 
@@ -121,84 +146,67 @@ def refuse_sharded(given: Any) -> None:
         )
 
 
-def _check_model(options: Any) -> None:
-    """Refuse a model's name that is not in litgpt's list (litgpt prints the list and ends as if all were well)."""
-    from litgpt.config import Config
-
-    name = options.get("model_name")
-    if name in (None, "list") or options.get("model_config") is not None:
-        return
-    try:
-        Config.from_name(name)
-    except ValueError:
-        raise ValueError(
-            f"litgpt: there is no model {name!r}; litgpt pretrain list names all, --model_config takes one of your own"
-        ) from None
-
-
-def _check_on_one_device(options: Any) -> None:
-    """Refuse what commands that are written for one device offer beside it, or find out only when they generate."""
-    if options.get("generate_strategy") is not None:
-        raise ValueError("litgpt: --generate_strategy is what the grid does; leave it out")
-    used = os.environ.get("LT_ACCELERATOR", "cpu")
-    if options.get("accelerator", "auto") not in ("auto", used):
-        raise ValueError(
-            f"litgpt: --accelerator {options.accelerator} is not what the ranks use ({used}); leave it out, or set"
-            f" LT_ACCELERATOR={options.accelerator}"
-        )
-    if "tasks" in options and options.tasks is None:
-        raise ValueError("litgpt: --tasks is missing; axo litgpt evaluate without a grid lists all tasks")
+def _check_values(options: Any, asked: Options, command: Command) -> None:
+    """Refuse what commands that are written for one device offer beside a grid, or find out only when they run."""
+    used, accelerator = os.environ.get("LT_ACCELERATOR", "cpu"), options.get("accelerator", "auto")
+    batch, precision, kind = options.get("batch_size", 1), str(options.get("precision")), options.get("quantize")
+    compiles = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1" or options.get("compile")
+    quantizes, staged, memory = kind is not None, asked.pipeline > 1, asked.offload != "none"
+    _refuse(
+        {
+            f"--quantize {kind} keeps the frozen weights in half precision and saves none of their memory, so a grid"
+            " does not have it; use bnb.nf4, or leave it out": kind == "bnb.int8-training",
+            f"this --quantize {kind} runs on one device only, without a grid; on a grid finetune_lora, generate and"
+            " chat take it": quantizes and not command.quantizes,
+            f"--quantize {kind} does not run with --offload; leave it out": quantizes and memory,
+            f"--quantize {kind} with --precision {precision}: use 32-true, bf16-true or 16-true": quantizes
+            and "mixed" in precision,
+            f"--quantize {kind} wants bitsandbytes, which is not installed; pip install 'axo[quantize]'": kind
+            not in (None, "bnb.int8")
+            and importlib.util.find_spec("bitsandbytes") is None,
+            "--generate_strategy is what the grid does; leave it out": options.get("generate_strategy") is not None,
+            f"--accelerator {accelerator} is not what the ranks use ({used}); leave it out, or set"
+            f" LT_ACCELERATOR={accelerator}": accelerator not in ("auto", used),
+            "--tasks is missing; axo litgpt evaluate without a grid lists all tasks": options.get("tasks", "") is None,
+            f"--batch_size {batch} is found by running out of memory, on each rank at another size; name a"
+            " number": not isinstance(batch, int),
+            "--offload parameters with --pipeline is not supported; leave parameters out": staged
+            and "parameters" in asked.offload.split(","),
+            "--pipeline runs without torch.compile; leave TORCHDYNAMO_DISABLE=0 and --compile out": staged
+            and bool(compiles),
+        }
+    )
     for name in ("max_new_tokens", "top_k"):
         given = options.get(name)
-        if isinstance(given, int) and given < 1:
-            raise ValueError(f"litgpt: --{name} {given} is not a whole number of at least 1")
-    if not isinstance(options.get("batch_size", 1), int):
-        raise ValueError(
-            f"litgpt: --batch_size {options.batch_size} is found by running out of memory, on each rank at another"
-            " size; name a number"
-        )
+        wrong = isinstance(given, int) and given < 1
+        _refuse({f"--{name} {given} is not a whole number of at least 1": wrong})
+    try:
+        strategy_of(asked)
+    except ValueError as error:
+        raise ValueError(f"litgpt: {error}") from None
+    where = "wants --offload-dir DIR, a folder on a disk (not in memory)"
+    _refuse({f"--offload on CPU ranks {where}": memory and used == "cpu" and not asked.offload_dir})
 
 
-def _check_quantize(kind: str, precision: str | None, asked: Options, able: bool) -> None:
-    """Refuse quantized layers where a grid has none, or the command is not able to."""
-    if kind == "bnb.int8-training":
-        raise ValueError(
-            f"litgpt: --quantize {kind} keeps the frozen weights in half precision and saves none of their memory, so a"
-            " grid does not have it; use bnb.nf4, or leave it out"
-        )
-    if not able:
-        raise ValueError(
-            f"litgpt: this --quantize {kind} runs on one device only, without a grid; on a grid finetune_lora, generate"
-            " and chat take it"
-        )
-    if asked.offload != "none":
-        raise ValueError(f"litgpt: --quantize {kind} does not run with --offload; leave it out")
-    if "mixed" in str(precision):
-        raise ValueError(f"litgpt: --quantize {kind} with --precision {precision}: use 32-true, bf16-true or 16-true")
-    if kind != "bnb.int8" and importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            f"litgpt: --quantize {kind} wants bitsandbytes, which is not installed; pip install 'axo[quantize]'"
-        )
-
-
-def _check_sizes(options: Any, asked: Options) -> None:
-    """Refuse a grid whose axes do not divide the model, as the plan would do on every rank."""
+def _check_model(options: Any, asked: Options) -> None:
+    """Refuse a model that the grid's axes or the stages do not divide, as the plan would do on every rank."""
+    from axo.perf import cut, pipeline_schedule
     from axo.plans.litgpt import sizes
 
-    folder = folder_of(options.checkpoint_dir) if "checkpoint_dir" in options else None
-    grid = asked.chosen_grid
-    if grid.world_size == 1 or (folder is not None and not (folder / "model_config.yaml").is_file()):
-        return
-    if options.get("model_name") == "list":
-        return
-    sizes.check_model(model_fields(options, "the grid"), grid, arrangement_of("litgpt", asked.algorithm).inner)
+    config = auto_grid.model_fields(options)
+    if asked.pipeline > 1:
+        kind = pipeline_schedule.schedule_kind(asked.schedule or "1f1b")
+        cuts = cut.read(asked.cuts or "even")
+        if config is not None:
+            cut.check(config["n_layer"], asked.pipeline * kind.stages_per_rank, cuts)
+    if config is not None and asked.chosen_grid.world_size > 1:
+        sizes.check_model(config, asked.chosen_grid, arrangement_of("litgpt", asked.algorithm).inner)
 
 
 def _check_batch(train: Any, asked: Options) -> None:
-    """Refuse batch sizes that do not divide over the data ranks."""
+    """Refuse batch sizes that do not divide over the data ranks, or fill no stages."""
     for name in ("global_batch_size", "micro_batch_size"):
-        if getattr(train, name) < 1:
-            raise ValueError(f"litgpt: --train.{name}={getattr(train, name)} is not a whole number of at least 1")
+        check_value.whole_number(f"litgpt: --train.{name}", getattr(train, name), least=1)
     rows, ranks = arrangement_of("litgpt", asked.algorithm).rows, asked.data_ranks
     at_once = train.micro_batch_size * ranks
     if train.global_batch_size % at_once:
@@ -207,55 +215,16 @@ def _check_batch(train: Any, asked: Options) -> None:
             f" micro_batch_size={train.micro_batch_size} on {'*'.join(reversed(rows))}={ranks} data ranks"
             f" of grid {asked.grid}; use a multiple of {at_once}"
         )
-
-
-def _check_stages(options: Any, asked: Options, trains: bool) -> None:
-    """Refuse stages that the model or the batch cannot fill."""
-    if asked.pipeline == 1:
-        return
-    from axo.perf import cut, pipeline_schedule
-
-    schedule = asked.schedule or "1f1b"
-    stages = asked.pipeline * pipeline_schedule.schedule_kind(schedule).stages_per_rank
-    pipeline_schedule.check(schedule, asked.microbatches or 2 * asked.pipeline, asked.pipeline)
-    blocks = model_fields(options, "--pipeline").get("n_layer")
-    if blocks is not None:
-        cut.check(blocks, stages, cut.read(asked.cuts or "even"))
-    if os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1" or options.get("compile"):
-        raise ValueError("litgpt: --pipeline runs without torch.compile; leave TORCHDYNAMO_DISABLE=0 and --compile out")
-    if trains and options.train.micro_batch_size < asked.pipeline:
+    if train.micro_batch_size < asked.pipeline:
         raise ValueError(
-            f"litgpt: --train.micro_batch_size={options.train.micro_batch_size} are fewer rows than the"
-            f" {asked.pipeline} stages; a micro-batch of LitGPT's is what goes through the stages at once: use all rows"
-            " of a data rank, global_batch_size / (z*data)"
+            f"litgpt: --train.micro_batch_size={train.micro_batch_size} are fewer rows than the {asked.pipeline}"
+            " stages; a micro-batch of LitGPT's is what goes through the stages at once: use all rows of a data rank,"
+            " global_batch_size / (z*data)"
         )
 
 
-def _check_offload(asked: Options) -> None:
-    """Refuse an offload that is none, or without a folder where one is wanted."""
-    if asked.offload == "none":
-        return
-    from axo.offload import Offload
-
-    try:
-        wanted = Offload.parse(asked.offload, asked.offload_dir or None)
-    except ValueError as error:
-        raise ValueError(f"litgpt: {error}") from None
-    if wanted.parameters and asked.pipeline > 1:
-        raise ValueError("litgpt: --offload parameters with --pipeline is not supported; leave parameters out")
-    if os.environ.get("LT_ACCELERATOR", "cpu") == "cpu" and not asked.offload_dir:
-        raise ValueError("litgpt: --offload on CPU ranks wants --offload-dir DIR, a folder on a disk (not in memory)")
-
-
-def check_data(data: Any) -> None:
-    """Refuse files of LitGPT's JSON data module that hold no records with text; its ranks would fail on them.
-
-    Args:
-        data: The data module, made.
-
-    Raises:
-        ValueError: It names the file, or the record, and what is wrong.
-    """
+def _check_records(data: Any) -> None:
+    """Refuse files of LitGPT's JSON data module that hold no records with text; its ranks would fail on them."""
     from litgpt.data import JSON
 
     if not isinstance(data, JSON):
@@ -277,10 +246,9 @@ def check_data(data: Any) -> None:
 
 def _check_pretraining_data(data: Any) -> None:
     """Refuse TinyLlama's data, which pretrain reads if it is given none, where they are not."""
-    given = data.get("class_path") if isinstance(data, Namespace) else data
+    given, made_with = (data, None) if data is None else (data.get("class_path"), data.get("init_args"))
     if given not in (None, "TinyLlama", "litgpt.data.TinyLlama"):
         return
-    made_with = data.get("init_args") if isinstance(data, Namespace) else None
     folder = str((made_with or {}).get("data_path", "data"))
     if not folder.startswith("s3://") and not Path(folder, "slimpajama", "train").is_dir():
         without = " without --data" if given is None else ""

@@ -8,19 +8,30 @@ its part (plan "auto"). Each rank reads the whole exported model first.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import axo
 
+_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "LT_STRATEGY", "LT_ACCELERATOR")
+
 
 @contextlib.contextmanager
-def on_grid(fabric: Any, alone: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Split every model that the harness loads in the body. Rank 0 enters at once, the others when it loads one.
+def no_rank() -> Iterator[None]:
+    """A block without the environment of a rank: a serial program with a Fabric, or a harness, would act by it."""
+    kept = {name: os.environ.pop(name) for name in _RANK if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ |= kept
+
+
+def split_models(fabric: Any) -> None:
+    """Split every model that the harness loads from now on. Rank 0 returns at once, the others when it loads one.
 
     Args:
         fabric: The run's Fabric, launched.
-        alone: Lets a function run without the environment of a rank, by which the harness would share its samples out.
     """
     from lm_eval.models import huggingface
 
@@ -30,14 +41,11 @@ def on_grid(fabric: Any, alone: Callable[[Callable[..., Any]], Callable[..., Any
         def __init__(self, *args: Any, **options: Any) -> None:
             if fabric.global_rank == 0:
                 fabric.barrier()  # what it reads has been exported
-            alone(super().__init__)(*args, **options)
+            with no_rank():  # else it would share its samples out
+                super().__init__(*args, **options)
             strategy = fabric.strategy
             axo.parallelize(self.model, strategy.comms, plan="auto", algorithm=strategy.arrangement.name)
 
+    huggingface.HFLM = SplitModel
     if fabric.global_rank:
         fabric.barrier()
-    huggingface.HFLM = SplitModel
-    try:
-        yield
-    finally:
-        huggingface.HFLM = stock

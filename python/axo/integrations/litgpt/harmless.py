@@ -18,11 +18,11 @@ from unittest import mock
 
 import litgpt.prompts
 import litgpt.utils
-import yaml
 from lightning.fabric.utilities import load as lightning_load
 
 from axo import files
 from axo.checkpoint.storage import read_plain
+from axo.integrations.litgpt.parsing import read_yaml
 
 _STOCK = lightning_load._lazy_load, litgpt.prompts.load_prompt_style
 _TORCHS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -55,10 +55,7 @@ def load_prompt_style(checkpoint_dir: Path) -> litgpt.prompts.PromptStyle:
         ValueError: The folder names something else than one of LitGPT's styles.
     """
     file = Path(checkpoint_dir) / "prompt_style.yaml"
-    try:
-        said = files.parse_yaml(files.read_text(file))
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"litgpt: {file} cannot be read: {' '.join(str(error).split())}") from None
+    said = read_yaml(file)
     path = said.get("class_path") if isinstance(said, dict) else None
     module, _, name = str(path)[:200].rpartition(".")
     kind = getattr(litgpt.prompts, name, None) if module == "litgpt.prompts" else None

@@ -1,134 +1,61 @@
 """The options that ``axo litgpt`` adds to LitGPT's own: fields of one dataclass, which join LitGPT's parser.
 
-So they may stand in a ``--config`` file too. What one option's text must look like is said beside it; what several say
-together, in :meth:`Options.check`. Whether a command has a use for them is the command's to say (``command``).
+So they may stand in a ``--config`` file too. The help shows what stands below each field; which commands have a use
+for it, ``checks`` says.
 """
 
 from __future__ import annotations
 
-import argparse
 import shlex
-from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from axo.arrangement import arrangement_of
 from axo.grid import Grid
 
 AUTO, TRUST = "auto", "--trust"
-
-
-def _as(metavar: str, text: str, read: Callable[[str], Any] = str) -> dict[str, Any]:
-    """How an option is shown and read, as a field's metadata."""
-    return {"metavar": metavar, "help": text, "read": read}
-
-
-def _grid(text: str) -> Grid | str:
-    return text if text == AUTO else Grid.parse(text)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def count(text: str) -> int:
-        if not str(text).isdecimal() or int(text) < least:
-            raise ValueError(f"{text} is not a whole number of at least {least}")
-        return int(text)
-
-    return count
-
-
-def _goldfish(text: str) -> tuple[int, int]:
-    try:
-        k, h = (int(part) for part in text.split(","))
-    except ValueError:
-        k, h = 0, 0
-    if k < 2 or h < 1:
-        raise ValueError(
-            f"{text}: wanted K,H with K of at least 2 (one of K tokens is left out) and H of at least 1 (the tokens"
-            " before it that decide), such as 2,13"
-        )
-    return k, h
+_ONE_RANK = Grid()
+_LEAST = {"ranks": 1, "max_restarts": 0, "pipeline": 1, "microbatches": 1}  # the least that may be said
 
 
 @dataclass(frozen=True)
 class Options:
     """What was asked of Axo. ``grid`` is None, and ``pipeline`` 0, where the planner is to choose."""
 
-    grid: Grid | None = field(
-        default=Grid(),
-        metadata=_as(
-            "XxYxZxDATA", "Ranks on each axis; 'auto': the planner's choice for the model, stages too.", _grid
-        ),
-    )
-    ranks: int = field(
-        default=0, metadata=_as("N", "With --grid auto and without torchrun: how many ranks to start.", _at_least(1))
-    )
-    machine: str = field(
-        default="",
-        metadata=_as("NAME|FILE", "With --grid auto: a machine that axo plan knows, or a file that axo profile wrote."),
-    )
-    sharded: bool = field(
-        default=False,
-        metadata=_as("", "Every rank saves its own part; 'axo consolidate' makes such a checkpoint whole."),
-    )
-    vocab_loss: bool = field(
-        default=False, metadata=_as("", "Leave logits split over x in training: the same loss, less memory.")
-    )
-    max_restarts: int = field(
-        default=0,
-        metadata=_as(
-            "N", "Start the ranks again, from the newest checkpoint, when one was lost; at most N times.", _at_least(0)
-        ),
-    )
-    goldfish: tuple[int, int] | None = field(
-        default=None,
-        metadata=_as(
-            "K,H", "Leave one of K tokens out of the training loss, chosen by the H tokens before it.", _goldfish
-        ),
-    )
-    pipeline: int = field(
-        default=1, metadata=_as("N", "Cut the model into N stages, each of them a grid.", _at_least(1))
-    )
-    schedule: str = field(
-        default="",
-        metadata=_as(
-            "NAME", "Of the stages: gpipe, 1f1b (default), looped-bfs, interleaved-1f1b, zero-bubble, zbv or dualpipev."
-        ),
-    )
-    cuts: str = field(
-        default="",
-        metadata=_as(
-            "BLOCKS",
-            "First blocks of later stages: even (default), planner (the least flops of the busiest rank), or 3,7.",
-        ),
-    )
-    microbatches: int = field(
-        default=0,
-        metadata=_as(
-            "M", "Parts of a micro-batch of LitGPT's that fill the stages; default: twice the stages.", _at_least(1)
-        ),
-    )
-    offload: str = field(
-        default="none",
-        metadata=_as("WHAT,...", "Onto the lower tier: optimizer, parameters, activations (or activations=BLOCKS)."),
-    )
-    offload_dir: str = field(default="", metadata=_as("DIR", "The folder of the lower tier, for CPU ranks."))
-    algorithm: str = field(
-        default="axonn",
-        metadata=_as("NAME", "How products are distributed: axonn, or on a grid with x = y tesseract or summa."),
-    )
-    trust: bool = field(
-        default=False,
-        metadata=_as(
-            "", "Let files of a checkpoint's folder run code: classes in a pickle, a prompt style, a chat template."
-        ),
-    )
-    host: str = field(
-        default="127.0.0.1",
-        metadata=_as("ADDRESS", "Of serve: where it listens; 127.0.0.1 is this machine alone, 0.0.0.0 all networks."),
-    )
-    allow_new_data: bool = field(
-        default=False, metadata=_as("", "With --resume: go on although data, seed or batch are others now.")
-    )
+    grid: Grid | None = _ONE_RANK
+    """XxYxZxDATA: ranks on each axis. Or 'auto': the planner's choice for the model, stages too."""
+    ranks: int = 0
+    """With --grid auto and without torchrun: how many ranks to start."""
+    machine: str = ""
+    """With --grid auto: a machine that axo plan knows, or a file that axo profile wrote."""
+    sharded: bool = False
+    """Every rank saves its own part; 'axo consolidate' makes such a checkpoint whole."""
+    vocab_loss: bool = False
+    """Leave logits split over x in training: the same loss, less memory."""
+    max_restarts: int = 0
+    """Start the ranks again, from the newest checkpoint, when one was lost; at most so many times."""
+    goldfish: tuple[int, int] | None = None
+    """K,H: leave one of K tokens out of the training loss, chosen by the H tokens before it."""
+    pipeline: int = 1
+    """Cut the model into so many stages, each of them a grid."""
+    schedule: str = ""
+    """Of the stages: gpipe, 1f1b (default), looped-bfs, interleaved-1f1b, zero-bubble, zbv or dualpipev."""
+    cuts: str = ""
+    """First blocks of later stages: even (default), planner (the least flops of the busiest rank), or 3,7."""
+    microbatches: int = 0
+    """Parts of a micro-batch of LitGPT's that fill the stages; default: twice the stages."""
+    offload: str = "none"
+    """Onto the lower tier: a list of optimizer, parameters, activations (or activations=BLOCKS)."""
+    offload_dir: str = ""
+    """The folder of the lower tier, for CPU ranks."""
+    algorithm: str = "axonn"
+    """How products are distributed: axonn, or on a grid with x = y tesseract or summa."""
+    trust: bool = False
+    """Let files of a checkpoint's folder run code: classes in a pickle, a prompt style, a chat template."""
+    host: str = "127.0.0.1"
+    """Of serve: where it listens; 127.0.0.1 is this machine alone, 0.0.0.0 all networks."""
+    allow_new_data: bool = False
+    """With --resume: go on although data, seed or batch are others now."""
 
     def check(self) -> None:
         """Refuse options that do not go together.
@@ -137,35 +64,31 @@ class Options:
             ValueError: It says which to leave out, or to add.
         """
         automatic = self.grid is None
-        for name in ("ranks", "machine"):
-            if getattr(self, name) and not automatic:
-                raise ValueError(f"litgpt: --{name} is for --grid auto; with a grid of your own leave it out")
-        arrangement = arrangement_of("litgpt", self.algorithm)
-        if automatic and self.algorithm != "axonn":
-            raise ValueError(f"litgpt: --grid auto chooses for axonn; with --algorithm {self.algorithm} name a grid")
-        for name in ("schedule", "cuts", "microbatches"):
-            value = getattr(self, name)
+        for each in self.given:
+            value = getattr(self, each.name)
+            if each.name in ("ranks", "machine") and not automatic:
+                raise ValueError(f"litgpt: --{each.name} is for --grid auto; with a grid of your own leave it out")
             planned = self.pipeline == 0 and value in ("even", "planner")  # cuts of any number of stages
-            if value and self.pipeline < 2 and not planned:
-                raise ValueError(f"litgpt: --{name} {value} is of pipeline stages; add --pipeline N, or leave it out")
+            if each.name in ("schedule", "cuts", "microbatches") and self.pipeline < 2 and not planned:
+                raise ValueError(
+                    f"litgpt: {name_of(each)} {value} is of pipeline stages; add --pipeline N, or leave it out"
+                )
         if self.offload_dir and self.offload == "none":
             raise ValueError(
                 f"litgpt: --offload-dir {self.offload_dir} without --offload; say what goes there, such as --offload"
                 " optimizer"
             )
+        arrangement = arrangement_of("litgpt", self.algorithm)
         if self.grid is not None:
             arrangement.check(self.grid)
+        elif self.algorithm != "axonn":
+            raise ValueError(f"litgpt: --grid auto chooses for axonn; with --algorithm {self.algorithm} name a grid")
 
     @property
-    def given(self) -> list[str]:
-        """The names of the options that differ from what stands where nothing is said, such as ``--vocab-loss``."""
+    def given(self) -> list[Field[Any]]:
+        """The options that differ from what stands where nothing is said."""
         usual = Options(pipeline=0) if self.grid is None else Options()
-        return [name_of(each) for each in fields(self) if getattr(self, each.name) != getattr(usual, each.name)]
-
-    @property
-    def shown(self) -> str:
-        """The grid, and the stages if there are several."""
-        return str(self.grid or AUTO) if self.pipeline < 2 else f"{self.grid or AUTO} in {self.pipeline} stages"
+        return [each for each in fields(self) if getattr(self, each.name) != getattr(usual, each.name)]
 
     @property
     def by_hand(self) -> str:
@@ -175,9 +98,9 @@ class Options:
         checks.
         """
         words = ["--grid", str(self.grid)]
-        for each in fields(self):
+        for each in self.given:
             value = getattr(self, each.name)
-            if each.name not in ("grid", "ranks", "machine", "allow_new_data", "trust") and value != each.default:
+            if each.name not in ("grid", "ranks", "machine", "allow_new_data", "trust"):
                 words.append(name_of(each))
                 if value is not True:
                     words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
@@ -208,49 +131,52 @@ def name_of(option: Field[Any]) -> str:
 NAMES = tuple(name_of(each) for each in fields(Options))
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
-    """Add the options to a parser."""
+def add_to(parser: Any) -> None:
+    """Add the options to a parser of jsonargparse's."""
+    from docstring_parser import parse_from_object
+
     group = parser.add_argument_group("Options of Axo's own")
+    told = {each.arg_name: each.description for each in parse_from_object(Options).params}
     for each in fields(Options):
-        text = each.metadata["help"]
         if each.default is False:
-            group.add_argument(name_of(each), action="store_true", help=text)
+            group.add_argument(name_of(each), action="store_true", help=told[each.name])
         else:
-            metavar = each.metadata["metavar"]
-            default = None if each.name == "pipeline" else each.default  # left out, it depends on the grid
-            group.add_argument(name_of(each), type=_Reader(each), default=default, metavar=metavar, help=text)
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """Reads an option's text for a parser, whose help shows this object as the option's type."""
-
-    option: Field[Any]
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, str | int | float) or value == self.option.default:  # read before
-            return value
-        try:
-            return self.option.metadata["read"](str(value))
-        except ValueError as error:  # argparse shows the words of this one
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    def __repr__(self) -> str:
-        return str(self.option.metadata["metavar"])
+            number = each.name in _LEAST  # whose default depends on what else is said
+            default = None if number or each.default is None else str(each.default)
+            group.add_argument(name_of(each), type=int if number else str | int, default=default, help=told[each.name])
 
 
 def take_from(parsed: Any) -> Options:
     """Take the options out of what a parser with them has read.
 
     Raises:
-        ValueError: They do not go together.
+        ValueError: One of them is none, or they do not go together.
     """
-    values: dict[str, Any] = {}
+    said: dict[str, Any] = {}
     for each in fields(Options):
         value = parsed.pop(each.name)
-        values[each.name] = each.default if value is None else value
-        if each.name == "pipeline" and value is None and values["grid"] == AUTO:
-            values["pipeline"] = 0
-    options = Options(**{**values, "grid": None if values["grid"] == AUTO else values["grid"]})
+        if value is not None:
+            said[each.name] = value if each.name in _LEAST or each.default is False else str(value)
+    for name, least in _LEAST.items():
+        if said.get(name, least) < least:
+            option = name.replace("_", "-")
+            raise ValueError(f"litgpt: --{option} {said[name]} is not a whole number of at least {least}")
+    if said.get("grid") == AUTO:
+        said |= {"grid": None, "pipeline": said.get("pipeline", 0)}
+    elif "grid" in said:
+        said["grid"] = Grid.parse(said["grid"])
+    if "goldfish" in said:
+        said["goldfish"] = _goldfish(said["goldfish"])
+    options = Options(**said)
     options.check()
     return options
+
+
+def _goldfish(text: str) -> tuple[int, int]:
+    k, _, h = text.partition(",")
+    if not (k.isdecimal() and h.isdecimal() and int(k) >= 2 and int(h) >= 1):
+        raise ValueError(
+            f"litgpt: --goldfish {text}: wanted K,H with K of at least 2 (one of K tokens is left out) and H of at"
+            " least 1 (the tokens before it that decide), such as 2,13"
+        )
+    return int(k), int(h)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import functools
 import importlib
 import inspect
 import json
@@ -57,6 +56,18 @@ def folder_of(given: Any) -> Path:
     return below if not path.is_dir() and not path.is_absolute() and below.exists() else path
 
 
+def read_yaml(file: Path) -> Any:
+    """What a small YAML file of a checkpoint's folder holds; nothing in it runs code.
+
+    Raises:
+        ValueError: It is not there, or no YAML.
+    """
+    try:
+        return files.parse_yaml(files.read_text(file))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"litgpt: {file} cannot be read: {' '.join(str(error).split())}") from None
+
+
 @dataclasses.dataclass
 class Parsed:
     """The arguments of a command, read.
@@ -82,11 +93,11 @@ class Parsed:
             ValueError: A class refuses what it is made with.
         """
         try:
-            made = self.parser.instantiate_classes(self.litgpt)
+            values = self.parser.instantiate_classes(self.litgpt)
         except (OSError, TypeError, ValueError, LookupError) as error:
             raise ValueError(f"litgpt: {self.command}: {_innermost(str(error))}") from None
-        known = inspect.signature(function).parameters
-        return {key: value for key, value in made.items(branches=True) if key in known}
+        parameters = inspect.signature(function).parameters
+        return {key: value for key, value in values.items(branches=True) if key in parameters}
 
 
 def parse(command: str, function: Callable[..., Any], arguments: list[str]) -> Parsed:
@@ -99,31 +110,21 @@ def parse(command: str, function: Callable[..., Any], arguments: list[str]) -> P
     Raises:
         ValueError: One line: the option, what it was given, and what it wants.
     """
-    stock = _parser(command, function)
-    parser = _parser(command, function)
+    from jsonargparse import capture_parser
+    from litgpt.utils import CLI
+
+    from axo.integrations.litgpt import text_data as text_data  # so that --data LocalText is found
+
+    parser = capture_parser(lambda: CLI(function))
+    parser.prog = f"axo litgpt {command}"
+    parser.exit_on_error = False  # it would print its usage, forty lines
     axo_options.add_to(parser)
     words = _with_files(arguments)
     try:
         parsed = parser.parse_args(words)
     except (argparse.ArgumentError, TypeError, ValueError) as error:  # the last two: of a class that an option names
         raise ValueError(f"litgpt: {_said(command, function, parser, arguments, str(error))}") from None
-    return Parsed(command, stock, axo_options.take_from(parsed), parsed)
-
-
-def _parser(command: str, function: Callable[..., Any]) -> Any:
-    import docstring_parser
-    from jsonargparse import capture_parser
-    from litgpt.utils import CLI
-
-    from axo.integrations.litgpt import text_data as text_data  # so that --data LocalText is found
-
-    if not hasattr(docstring_parser.parse_from_object, "cache_info"):
-        # It reads the sources of all classes that an option may name, anew for each parser.
-        docstring_parser.parse_from_object = functools.cache(docstring_parser.parse_from_object)
-    parser = capture_parser(lambda: CLI(function))
-    parser.prog = f"axo litgpt {command}"
-    parser.exit_on_error = False  # it would print its usage, forty lines
-    return parser
+    return Parsed(command, parser, axo_options.take_from(parsed), parsed)
 
 
 def _with_files(arguments: list[str]) -> list[str]:
@@ -150,7 +151,7 @@ def _with_files(arguments: list[str]) -> list[str]:
             continue  # the parser reads it, now that it is known to be small
         if not isinstance(content, dict):
             raise ValueError(f"litgpt: --model_config {value} holds no fields of a model, such as n_layer: 4")
-        replaced[at] = f"--model_config={json.dumps(content)}" if equals else json.dumps(content)
+        replaced[at] = f"{option}={json.dumps(content)}" if equals else json.dumps(content)
     return replaced
 
 
@@ -210,27 +211,25 @@ def _of_data(error: str) -> str:
 
     from axo.integrations.litgpt.text_data import LocalText
 
-    bases = (litgpt.data.DataModule, litgpt.data.SFTDataset)
-    modules = {name: kind for name in litgpt.data.__all__ if inspect.isclass(kind := getattr(litgpt.data, name))}
-    known = {name: kind for name, kind in modules.items() if issubclass(kind, bases[0]) and kind not in bases}
-    known["LocalText"] = LocalText
-    if named := re.search(r"Expected a dot import path string: (\S+)|Unexpected import path format: (\S+)", error):
-        name = named[1] or named[2]
-        return f"--data {name} is no data module of LitGPT's; {_meant(name, known)}"
-    made = re.search(r"class_path '(?:[\w.]+\.)?(\w+)'", error)
-    if made is None:
+    kinds: dict[str, Any] = {name: getattr(litgpt.data, name) for name in litgpt.data.__all__} | {
+        "LocalText": LocalText
+    }
+    modules = {name: kind for name, kind in kinds.items() if hasattr(kind, "train_dataloader") and name != "DataModule"}
+    if named := re.search(r"(?:Expected a dot import path string|Unexpected import path format): (\S+)", error):
+        return f"--data {named[1]} is no data module of LitGPT's; {meant(named[1], modules)}"
+    of_module = re.search(r"class_path '(?:[\w.]+\.)?(\w+)'", error)
+    if of_module is None:
         return ""
-    kind = known.get(made[1], bases[0])
+    name = of_module[1]
     if unknown := re.search(r"Key '([\w.]+)' is not expected", error):
-        return (
-            f"--data.{unknown[1]} is no option of {made[1]}; {_meant(unknown[1], inspect.signature(kind).parameters)}"
-        )
+        options = inspect.signature(modules.get(name, kinds["DataModule"])).parameters
+        return f"--data.{unknown[1]} is no option of {name}; {meant(unknown[1], options)}"
     if missing := re.search(r'Key "(\w+)" is required', error):
-        return f"--data.{missing[1]} is missing; {made[1]} wants it"
+        return f"--data.{missing[1]} is missing; {name} wants it"
     return ""
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
+def meant(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), 1)
     return f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
 

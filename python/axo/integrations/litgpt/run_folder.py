@@ -24,6 +24,7 @@ from axo import files
 from axo.checkpoint import Run
 from axo.checkpoint.folder import whole_file
 from axo.checkpoint.run import IDENTITY
+from axo.integrations.litgpt.parsing import read_yaml
 
 # What the order of the data depends on, in LitGPT's hyperparameters; and what a data module is made with that is not.
 _ORDER = ("seed", "data", "train.global_batch_size", "train.max_seq_length", "tokenizer_dir")
@@ -84,8 +85,8 @@ def _folder(out_dir: Any) -> Path:
 
 def _steps(folder: Path, files: str = "*.pth") -> list[tuple[int, Path]]:
     """The checkpoints of a run, by their steps; those of runs in folders below are not its own."""
-    found = ((re.fullmatch(r"step-(\d+)", path.parent.name), path) for path in folder.glob(f"step-*/{files}"))
-    return sorted((int(named[1]), path) for named, path in found if named)
+    named = ((re.fullmatch(r"step-(\d+)", path.parent.name), path) for path in folder.glob(f"step-*/{files}"))
+    return sorted((int(number[1]), path) for number, path in named if number)
 
 
 def _left(folder: Path) -> dict[str, int]:
@@ -106,10 +107,10 @@ def _later(folder: Path, source: Path | None) -> dict[str, int]:
     steps = _steps(folder)
     own = [step for step, path in steps if source is not None and path.resolve() == source.resolve()]
     if steps and not own:
-        found = newest(folder)
+        last = newest(folder)
         raise ValueError(
-            f"litgpt: {folder} holds checkpoints of an earlier run (the newest {found or steps[-1][1]}), from which a"
-            f" later --resume auto, or a restart, would go on; add --resume {'auto' if found else steps[-1][1]} to go"
+            f"litgpt: {folder} holds checkpoints of an earlier run (the newest {last or steps[-1][1]}), from which a"
+            f" later --resume auto, or a restart, would go on; add --resume {'auto' if last else steps[-1][1]} to go"
             " on from them now, name another --out_dir, or remove them"
         )
     return {path.parent.name: path.stat().st_mtime_ns for step, path in steps if step > own[0]}
@@ -135,13 +136,10 @@ def _refuse_new_data(source: Path, dump: Callable[[], str]) -> None:
     file = source.parent / "hyperparameters.yaml"
     if not file.is_file():  # not LitGPT's command line has saved it
         return
-    try:
-        text = files.read_text(file)
-        then = files.parse_yaml(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"litgpt: {file} cannot be read: {' '.join(str(error).split())}") from None
-    old, new = dict(_order(then)), dict(_order(yaml.safe_load(dump())))
-    before, now = _places(old, _folder_in(text)), _places(new, os.getcwd())
+    then = read_yaml(file)
+    old, new, folder = dict(_order(then)), dict(_order(yaml.safe_load(dump()))), _folder_in(files.read_text(file))
+    before = {name: _place(value, folder) for name, value in old.items()}
+    now = {name: _place(value, os.getcwd()) for name, value in new.items()}
     # A relative name whose place is gone is taken for the same: the project may have moved.
     gone = {name for name in old if old[name] == before[name] == new.get(name)}
     changed = [name for name in before | now if before.get(name) != now.get(name) and name not in gone]
@@ -180,10 +178,6 @@ def _order(said: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"data.{key}", made_with[key]) for key in made_with if key not in _NO_ORDER)
         elif value is not None:
             yield name, value
-
-
-def _places(values: dict[str, Any], folder: str) -> dict[str, Any]:
-    return {name: _place(value, folder) for name, value in values.items()}
 
 
 def _place(value: Any, folder: str) -> Any:

@@ -107,17 +107,17 @@ def _answer(api: Any, predict: Callable[..., Any], arguments: Any, options: Any)
     comms = fabric.strategy.comms
     try:
         with source_generator(comms, fabric.device, all_stages=True):
-            made = predict(*arguments, **options)
-            if inspect.isgenerator(made):
+            pieces = predict(*arguments, **options)
+            if inspect.isgenerator(pieces):
                 try:
                     # "yield from" would end it too, unfinished, when nobody asks for more.
-                    for piece in made:  # noqa: UP028
+                    for piece in pieces:  # noqa: UP028
                         yield piece
                 finally:
-                    for _ in made:
+                    for _ in pieces:
                         pass
             else:
-                yield made
+                yield pieces
     except ValueError as error:
         _agree(comms, error)
         raise

@@ -12,29 +12,29 @@ from litgpt.deploy import serve
 from axo.integrations.litgpt import harmless
 
 
-class SimpleLitAPI(serve.SimpleLitAPI):
-    def setup(self, device: str) -> None:
+class _Harmless:
+    """Mixed into each of them: nothing in the folder runs code."""
+
+    def setup(self: Any, device: str) -> None:
         harmless.protect()
-        super().setup(device)
+        with harmless.sandboxed_templates():
+            super().setup(device)  # type: ignore[misc]
 
 
-class StreamLitAPI(serve.StreamLitAPI):
-    def setup(self, device: str) -> None:
-        harmless.protect()
-        super().setup(device)
+class SimpleLitAPI(_Harmless, serve.SimpleLitAPI):
+    """A whole answer."""
 
 
-class OpenAISpecLitAPI(serve.OpenAISpecLitAPI):
+class StreamLitAPI(_Harmless, serve.StreamLitAPI):
+    """An answer piece by piece."""
+
+
+class OpenAISpecLitAPI(_Harmless, serve.OpenAISpecLitAPI):
     """Whose requests are put into the checkpoint's own template.
 
     Raises:
         ValueError: (``decode_request``) The template wants what the sandbox does not give.
     """
-
-    def setup(self, device: str) -> None:
-        harmless.protect()
-        with harmless.sandboxed_templates():
-            super().setup(device)
 
     def decode_request(self, request: Any) -> Any:
         from jinja2.exceptions import TemplateError

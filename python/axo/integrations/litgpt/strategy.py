@@ -17,11 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import nn
 
-from axo import files
 from axo.integrations.fabric.strategy import AxoStrategy
+from axo.integrations.litgpt.options import Options
+from axo.integrations.litgpt.parsing import read_yaml
+from axo.offload import Offload
+from axo.perf import cut
 
 _SAMPLES = "samples_per_iteration"
 
@@ -63,6 +65,11 @@ class LitGPTStrategy(AxoStrategy):
             state["iter_num"] = self._iterations(path, state, then)
         return rest
 
+    def _agree(self) -> None:
+        super()._agree()
+        if self.step_agreement is not None and self.step_agreement.stop:
+            self.train.save_interval = 1  # the loop saves after this step, and before the next one it ends
+
     def _samples(self) -> int:
         return self.train.micro_batch_size * self.data_ranks
 
@@ -85,15 +92,32 @@ class LitGPTStrategy(AxoStrategy):
         return iterations
 
 
+def strategy_of(options: Options, **more: Any) -> LitGPTStrategy:
+    """The strategy that is asked for, with ``more`` arguments of it.
+
+    Raises:
+        ValueError: The strategy refuses them.
+    """
+    return LitGPTStrategy(
+        options.grid,
+        algorithm=options.algorithm,
+        sharded=options.sharded,
+        vocab_loss=options.vocab_loss,
+        pipeline=options.pipeline,
+        schedule=options.schedule or "1f1b",
+        cuts=cut.read(options.cuts or "even"),
+        microbatches=options.microbatches or None,
+        offload=None if options.offload == "none" else Offload.parse(options.offload, options.offload_dir or None),
+        **more,
+    )
+
+
 def _samples_of_stock(folder: Path) -> int | None:
     """Samples an iteration of the run that LitGPT describes in ``folder``; None: it does not say how many devices."""
     file = folder / "hyperparameters.yaml"
     if not file.is_file():
         return None
-    try:
-        said = files.parse_yaml(files.read_text(file))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"litgpt: {file} cannot be read: {' '.join(str(error).split())}") from None
+    said = read_yaml(file)
     said = said if isinstance(said, dict) else {}
     train = said.get("train")
     counts = (

@@ -5,7 +5,7 @@
 Files and folders are read as one stream of tokens; the tokenizer is litgpt's, or, without ``--tokenizer_dir``, bytes.
 A sample is ``seq_len + 1`` tokens; sample w starts at token ``w * seq_len``, so that an epoch shows every target once,
 in an order that depends on (seed, epoch) only: the same on any grid and without one. The last samples are for
-validation. A checkpoint holds where a run stands in the data. Tokens are encoded once, into a cache, and memory-mapped.
+validation. A checkpoint holds where a run stands in the data. Tokens are encoded once, into a cache.
 
 Not here: document borders, mixing of sources, sentencepiece tokenizers (``tokenizer.model``; refused by name).
 """
@@ -80,7 +80,7 @@ class LocalText(DataModule):
     def _corpus(self) -> data.Corpus:
         files = _text_files(self.paths) if self.paths else data.default_text()
         if self.tokenizer is None:
-            return data.ByteCorpus(files)
+            return data.Corpus(files)
         if self.tokenizer.backend != "huggingface":
             raise ValueError(
                 f"LocalText: a {self.tokenizer.backend} tokenizer is not supported; use one with a tokenizer.json"
@@ -98,24 +98,21 @@ def _text_files(paths: list[str]) -> list[Path]:
     Raises:
         ValueError: A path does not exist, or a folder holds no text.
     """
-    found = []
+    text: list[Path] = []
     for path in paths:
         files = data.find_files([path])
         if Path(path).is_dir():
-            files = [file for file in files if not _is_binary(file) and not _is_index(file)]
+            files = [file for file in files if _is_text(file)]
             if not files:
                 raise ValueError(f"LocalText: the folder {path} holds no text")
-        found += files
-    return found
+        text += files
+    return text
 
 
-def _is_binary(file: Path) -> bool:
+def _is_text(file: Path) -> bool:
+    of_chunks = file.name == "index.json" and any(file.parent.glob("chunk-*.bin"))
     with open(file, "rb") as opened:
-        return b"\0" in opened.read(8192)
-
-
-def _is_index(file: Path) -> bool:
-    return file.name == "index.json" and any(file.parent.glob("chunk-*.bin"))
+        return not of_chunks and b"\0" not in opened.read(8192)
 
 
 class Windows(Dataset):

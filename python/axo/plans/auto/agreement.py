@@ -23,7 +23,7 @@ from axo.comm.agree import ranks_that_differ
 from axo.comm.connect import Communicators
 from axo.comm.counting import observers as counting
 from axo.nn.layer import ParallelLayer
-from axo.overlap.step_hooks import Arguments, before_steps, closure_of, with_closure
+from axo.optim.step_hooks import around_steps
 from axo.settings import is_on
 
 
@@ -40,20 +40,7 @@ class AgreementCheck:
         self._first = True
 
     def watch(self, model: nn.Module) -> None:
-        before_steps(model, self._before_step)
-
-    def _before_step(self, model: nn.Module, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
-        closure = closure_of(arguments)
-        if closure is None:
-            self._compare(model, optimizer)
-            return None
-
-        def compared() -> object:
-            loss = closure()
-            self._compare(model, optimizer)
-            return loss
-
-        return with_closure(arguments, compared)
+        around_steps(model, update=self._compare)
 
     def _compare(self, model: nn.Module, optimizer: Optimizer) -> None:
         layers = self._layers and (self._first or self._comms.device.type == "cpu" or is_on("AXO_CHECK"))

@@ -31,8 +31,9 @@ def decide(
         for layer in axes.layers(region):
             beside[layer].append(region)
     inside: dict[nn.Module, str] = {}
-    next_ones, seen = sorted(free, key=axes.freedom)[::-1], set[int]()
-    while next_ones:  # along chains, from regions that have no choice
+    next_ones, seen = free[::-1], set[int]()  # the last comes first
+    next_ones.sort(key=axes.is_bound)
+    while next_ones:  # along chains, from regions whose axis is said
         region = next_ones.pop()
         if id(region) in seen:
             continue
@@ -61,9 +62,10 @@ class _Axes:
         asked += [(self.by_module[layer].override, "split_out") for layer in region.makers]
         return any(o and (o.kind == "replicate" or getattr(o, side) is not None) for o, side in asked)
 
-    def freedom(self, region: Region) -> int:
-        """How many axes a region may have."""
-        return len(self._possible(region))
+    def is_bound(self, region: Region) -> bool:
+        """Whether the user, or an embedding, says its axis."""
+        beside = [self.by_module[layer] for layer in region.makers | region.takers]
+        return any(layer.override or layer.type == "embedding" for layer in beside)
 
     def layers(self, region: Region) -> list[nn.Module]:
         """The layers beside a region, in the model's order: ranks decide alike."""

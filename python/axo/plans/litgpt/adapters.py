@@ -29,7 +29,7 @@ from axo.matmul import cost
 from axo.nn import Features
 from axo.nn.layer import ParallelLayer
 from axo.nn.replicated import reduce_gradient
-from axo.overlap.exchange import Exchange
+from axo.overlap.engine import Exchange
 from axo.placement import Placement, chunk_bounds
 from axo.plans.gradient import sum_gradient
 from axo.plans.replace import Replacer

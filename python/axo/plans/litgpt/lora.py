@@ -31,7 +31,7 @@ from axo.matmul.product import no_autocast, refuse_create_graph
 from axo.matmul.products import compute_dtype
 from axo.nn import Dropout, Features, Linear
 from axo.nn.layer import ParallelLayer
-from axo.overlap.gradients import SKIP, wanted
+from axo.overlap.autograd import SKIP, wanted
 from axo.placement import Placement
 from axo.plans.litgpt.adapters import AroundLinear, own_gradients
 from axo.plans.replace import Replacer

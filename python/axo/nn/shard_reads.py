@@ -25,16 +25,20 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from axo.comm.connect import Communicators
 from axo.errors import Refused
-from axo.overlap.gathers import EVALUATION, TRAINING, in_backward
+from axo.overlap.autograd import in_backward
+from axo.overlap.gathers import EVALUATION, TRAINING
 from axo.placement import is_split, placement_of
 
 _SIZES = ("shape", "data", "T", "mT", "H", "mH")  # attributes that are of this rank's part
 _SAFE = ("dim", "element_size", "is_complex", "is_floating_point", "type")  # methods that are not
 
 
-def watch_first_passes(model: nn.Module) -> None:
+def watch_first_passes(model: nn.Module, comms: Communicators) -> None:
     """Look at the first passes of ``model``, which a plan has made."""
+    if comms.grid.world_size == 1:
+        return
     _watch_registration()
     kinds = {TRAINING, EVALUATION}
     active: list[_ShardReads | None] = []

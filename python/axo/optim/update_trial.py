@@ -29,12 +29,12 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from axo.overlap.optimizer_state import KEY
-from axo.overlap.step_hooks import TRIAL
-from axo.overlap.zero import cut_state
+from axo.optim.step_hooks import TRIAL
+from axo.optim.zero import cut_state
 from axo.placement import chunk_bounds, placement_of
 
 LIMIT = 1e-3  # of the largest change: equal updates differ by rounding, in fp32 at worst
+KEY = "axo_shards"  # in each group of a state dict: whose shards they are
 _STEPS = 12
 _MOST = 128  # of a dim; some optimizers treat larger matrices otherwise
 _OWN = ("state", "param_groups", "defaults")

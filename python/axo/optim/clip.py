@@ -13,14 +13,14 @@ Semantics of ``torch.nn.utils.clip_grad_norm_``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 
 import torch
 
 from axo.comm.connect import Communicators
 from axo.grid import AXES
-from axo.placement import Placement, placement_of
+from axo.placement import placement_of
 
 
 def clip_grad_norm_(
@@ -108,13 +108,12 @@ def total_norm(
     comms = comms or _communicators([parameter for parameter, _ in owned], caller)
     if comms is None:
         return torch.nn.utils.get_total_norm([tensor for _, tensor in owned], norm_type, error_if_nonfinite)
-    counted = [part for parameter, tensor in owned for part in _counted_here(parameter, tensor.detach(), comms)]
-    total = _local_total(counted, norm_type, comms.device)
+    total = _local_total(list(_counted(owned, comms)), norm_type, comms.device)
     if comms.everyone.size > 1:
         reduced = _max if math.isinf(norm_type) else _sum
         total = reduced(torch.cat([total, *_witnesses(max_norm, reduced is _max, comms)]), comms)
-        known = len(total) > 1 and type(total) is torch.Tensor  # a dry run's tensors have no values
-        _check_witnesses(total[1:].tolist() if known else [], reduced is _max, caller, max_norm, comms)
+        has_values = len(total) > 1 and type(total) is torch.Tensor  # a dry run's tensors have no values
+        _check_witnesses(total[1:].tolist() if has_values else [], reduced is _max, caller, max_norm, comms)
         total = total[:1]
     norm = (total if math.isinf(norm_type) else total.pow(1.0 / norm_type)).float().squeeze(0)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -126,31 +125,30 @@ def total_norm(
 
 
 def _communicators(parameters: Iterable[torch.Tensor], caller: str) -> Communicators | None:
-    found = [placement.communicators for p in parameters if (placement := placement_of(p)) is not None]
-    if any(comms is not found[0] for comms in found):
-        raise ValueError(f"{caller}: the parameters lie on different grids; clip each grid by itself")
-    return found[0] if found else None
+    comms: Communicators | None = None
+    for parameter in parameters:
+        placement = placement_of(parameter)
+        if placement is None:
+            continue
+        if comms is not None and placement.comms is not comms:
+            raise ValueError(f"{caller}: the parameters lie on different grids; clip each grid by itself")
+        comms = placement.comms or placement.communicators
+    return comms
 
 
-def _placement(parameter: torch.Tensor, grad: torch.Tensor) -> Placement | None:
-    """How the gradient lies: as the parameter, or (ZeRO-2) cut once more, over data."""
-    own, placement = placement_of(grad), placement_of(parameter)
-    if own is None and placement is not None and grad.shape != parameter.shape:
-        return placement.state
-    return placement if own is None else own
-
-
-def _counted_here(parameter: torch.Tensor, grad: torch.Tensor, comms: Communicators) -> list[torch.Tensor]:
-    """What this rank counts of a gradient: nothing where it is not the first holder, less rows that others count."""
-    placement = _placement(parameter, grad)
-    split = frozenset() if placement is None else placement.axes
-    if not grad.numel() or any(getattr(comms.coords, axis) for axis in AXES if axis not in split):
-        return []
-    if placement is not None and not placement.counted:
-        return []
-    if placement is None or placement.copies is None:
-        return [grad]
-    return [grad[a:b] for a, b in placement.counted_rows()]
+def _counted(owned: Iterable[tuple[torch.Tensor, torch.Tensor]], comms: Communicators) -> Iterator[torch.Tensor]:
+    """What this rank counts: nothing where it is not the first holder, less rows that others count."""
+    behind_first = {axis for axis in AXES if getattr(comms.coords, axis)}
+    for parameter, tensor in owned:
+        placement, grad = placement_of(parameter), tensor.detach()
+        if placement is not None and grad.shape != parameter.shape:  # ZeRO-2 cuts it once more, over data
+            placement = placement.state
+        if not grad.numel() or not behind_first <= (frozenset() if placement is None else placement.axes):
+            continue
+        if placement is None or (placement.counted and placement.copies is None):
+            yield grad
+        elif placement.counted:
+            yield from (grad[a:b] for a, b in placement.counted_rows())
 
 
 def _local_total(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

@@ -52,15 +52,15 @@ class GradScaler(torch.amp.GradScaler):
                 f"GradScaler: a fused {type(optimizer).__name__} cannot take gradients on {' and '.join(kinds)};"
                 " use axo.Offload(optimizer=True, parameters=True), or an optimizer with fused=False"
             )
-        found: dict[torch.device, torch.Tensor] = {}
+        flags: dict[torch.device, torch.Tensor] = {}
         for kind in kinds:
-            here = inv_scale.device if kind == inv_scale.device.type else torch.device(kind)
+            place = inv_scale.device if kind == inv_scale.device.type else torch.device(kind)
             of_kind = SimpleNamespace(param_groups=[{"params": [p for p in with_grad if p.grad.device.type == kind]}])
-            scale, flag = inv_scale.to(here), found_inf.to(here)
-            found |= super()._unscale_grads_(cast("torch.optim.Optimizer", of_kind), scale, flag, allow_fp16)
+            scale, flag = inv_scale.to(place), found_inf.to(place)
+            flags |= super()._unscale_grads_(cast("torch.optim.Optimizer", of_kind), scale, flag, allow_fp16)
         device = self._comms.device
-        flag = torch.stack([each.to(device) for each in found.values()]).amax(0) if found else torch.zeros(1)
+        flag = torch.stack([each.to(device) for each in flags.values()]).amax(0) if flags else torch.zeros(1)
         flag = self._comms.everyone.all_reduce(flag.to(device), "max")
-        if not found:
+        if not flags:
             return {device: flag}
-        return {key: flag.to(key) for key in found}
+        return {key: flag.to(key) for key in flags}

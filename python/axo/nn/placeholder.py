@@ -10,7 +10,7 @@ from torch import nn
 _RENAMED, _SHARED = "_axo_renamed", "_axo_shared"
 
 
-class Elsewhere(nn.Module):
+class Placeholder(nn.Module):
     """In place of a module that another stage holds. It has no parameters, so names of the others stay what they are.
 
     Args:
@@ -60,4 +60,4 @@ def shared(model: nn.Module) -> dict[str, str]:
 
 def is_stage(model: nn.Module) -> bool:
     """Whether ``model`` is one rank's part of a pipeline."""
-    return any(isinstance(module, Elsewhere) for module in model.modules())
+    return any(isinstance(module, Placeholder) for module in model.modules())

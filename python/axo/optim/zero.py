@@ -4,37 +4,33 @@
     step       each rank updates its rows of each parameter
     then       all-gather of the updated rows over data, in buckets, the next packed while one is under way
 
-There is no wrapper, and the optimizer is the user's. Hooks that torch runs around every ``step`` cut each parameter
-down to this rank's rows while the optimizer works, so the optimizer makes state for these rows alone. That is right for
-updates that are elementwise (SGD, Adam, AdamW, ...); others are refused (``axo.overlap.update_trial``). Rows are cut as
-``torch.chunk`` does, after what x, y and z have cut (``Placement.state``), so a checkpoint loads on any grid, with ZeRO
-or without.
+There is no wrapper, and the optimizer is the user's. Around every ``step`` each parameter is cut down to this rank's
+rows while the optimizer works, so the optimizer makes state for these rows alone. That is right for updates that are
+elementwise (SGD, Adam, AdamW, ...); others are refused (``axo.optim.update_trial``). Rows are cut as ``torch.chunk``
+does, after what x, y and z have cut (``Placement.state``), so a checkpoint loads on any grid, with ZeRO or without.
 
 With stage 2 a parameter's ``.grad`` holds this rank's rows only. A gradient that autograd itself adds up (a penalty on
 a weight, say) comes whole; its rows are cut out at the end of backward.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Stage 3 is what the
-axis z does.
+axis z does. Not here: when a pass or a step begins and ends (``axo.overlap.engine`` calls).
 """
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from axo.overlap.step_hooks import Arguments, after_steps, before_steps, closure_of, with_closure
+from axo.comm.connect import Communicators
 from axo.placement import chunk_bounds, chunk_size, placement_of
 
-if TYPE_CHECKING:
-    from axo.overlap.engine import Engine
-
 STAGES = (0, 1, 2)
+Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]  # an uninitialised tensor
 _UNDER_WAY = 2  # buckets that are gathered at a time
 
 
@@ -50,86 +46,51 @@ class Zero:
     """Cuts optimizer state, and gradients, of the parameters whose placements name it.
 
     Args:
-        engine: Communicators, pool and options.
+        comms: The communicators of the grid.
         stage: 1 or 2.
     """
 
-    def __init__(self, engine: Engine, stage: int) -> None:
-        self.stage = stage
-        self._engine_ref = weakref.ref(engine)
+    def __init__(self, comms: Communicators, stage: int) -> None:
+        self.comms, self.stage = comms, stage
+        self._ranks = comms.grid.data
         self._narrowed: list[_Narrowed] = []
         self._aside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # parameters, and their rows' gradients
-        before_steps(self, Zero._before_step)
-        after_steps(self, Zero._after_step)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        import copy
-
-        return copy.deepcopy(self._engine, memo).zero
-
-    @property
-    def _engine(self) -> Engine:
-        engine = self._engine_ref()
-        assert engine is not None
-        return engine
-
-    def mine(self, parameter: torch.Tensor) -> bool:
-        """Whether this cuts the state of ``parameter``."""
-        return _zero_of(parameter) is self
+    def __deepcopy__(self, memo: dict[int, Any]) -> Zero:
+        new = memo[id(self)] = Zero(self.comms, self.stage)
+        return new
 
     # --- the step -------------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
-        self.restore()
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if self.mine(p)]
-        if not parameters:
-            return None
-        closure = closure_of(arguments)
-        if closure is None:
-            self._narrow(optimizer, parameters)
-            return None
-
-        def whole() -> Any:
-            self.restore()
-            loss = closure()
-            self._narrow(optimizer, parameters)
-            return loss
-
-        return with_closure(arguments, whole)
-
     @torch.no_grad()
-    def _narrow(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-        for parameter in parameters:
+    def narrow(self, optimizer: Optimizer) -> None:
+        """Make the parameters with gradients that this cuts their rows, for the update that comes next."""
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             grad = parameter.grad
-            if grad is None:
+            if grad is None or _zero_of(parameter) is not self:
                 continue
             whole, rows = parameter.data, self.rows_of(parameter)
             is_whole = grad.shape == whole.shape
             cut_state(optimizer, parameter, whole.shape, partial(self.rows_of, parameter))
             self._narrowed.append(_Narrowed(parameter, whole, grad if is_whole else None))
             parameter.data = rows
-            parameter.grad = self._placed(parameter, self.rows_of(parameter, grad)) if is_whole else grad
+            parameter.grad = _placed(parameter, self.rows_of(parameter, grad)) if is_whole else grad
 
-    def restore(self) -> None:
-        """Make parameters whole that a step has left as rows because it raised."""
-        for each in self._narrowed:
+    def restore(self) -> list[torch.Tensor]:
+        """Make parameters whole again, those too that a step has left as rows because it raised; give them."""
+        narrowed, self._narrowed = self._narrowed, []
+        for each in narrowed:
             each.parameter.data = each.whole
             if each.grad is not None:
                 each.parameter.grad = each.grad
-        self._narrowed = []
+        return [each.parameter for each in narrowed]
 
-    def _after_step(self, optimizer: Optimizer, arguments: Arguments) -> None:
-        parameters = [each.parameter for each in self._narrowed]
-        self.restore()
-        if parameters:
-            with torch.no_grad():
-                self._gather(parameters)
-
-    def _gather(self, parameters: list[torch.Tensor]) -> None:
-        engine = self._engine
+    @torch.no_grad()
+    def finish_step(self, allocate: Allocate, bucket_bytes: int) -> None:
+        """The update is done: make the parameters whole, with all ranks' rows, in buckets of so many bytes."""
         under_way: list[Callable[[], None]] = []
-        for bucket in self._buckets(parameters, engine.overlap.bucket_bytes):
-            under_way.append(self._start_gather(engine, bucket))
+        for bucket in self._buckets(self.restore(), bucket_bytes):
+            under_way.append(self._start_gather(allocate, bucket))
             if len(under_way) == _UNDER_WAY:
                 under_way.pop(0)()
         for finish in under_way:
@@ -144,24 +105,24 @@ class Zero:
             bucket: list[torch.Tensor] = []
             size = 0
             for parameter in of_kind:
-                bytes_here = self._longest(parameter) * self._ranks * parameter.itemsize
-                if bucket and size + bytes_here > limit:
+                more = self._longest(parameter) * self._ranks * parameter.itemsize
+                if bucket and size + more > limit:
                     yield bucket
                     bucket, size = [], 0
                 bucket.append(parameter)
-                size += bytes_here
+                size += more
             yield bucket
 
-    def _start_gather(self, engine: Engine, bucket: list[torch.Tensor]) -> Callable[[], None]:
+    def _start_gather(self, allocate: Allocate, bucket: list[torch.Tensor]) -> Callable[[], None]:
         first, ranks = bucket[0], self._ranks
         sizes = [self._longest(parameter) for parameter in bucket]
-        mine = engine.pool.allocate((sum(sizes),), first.dtype, first.device)
-        parts = engine.pool.allocate((ranks, sum(sizes)), first.dtype, first.device)
+        mine = allocate((sum(sizes),), first.dtype, first.device)
+        parts = allocate((ranks, sum(sizes)), first.dtype, first.device)
         for parameter, part in zip(bucket, mine.split(sizes), strict=True):
             rows = self.rows_of(parameter)
             part[: rows.numel()].view(rows.shape).copy_(rows)
             part[rows.numel() :].zero_()
-        work = engine.comms.data.all_gather(mine, parts.view(-1), async_op=True)
+        work = self.comms.data.all_gather(mine, parts.view(-1), async_op=True)
 
         def finish() -> None:
             work.wait()
@@ -179,52 +140,37 @@ class Zero:
 
     # --- gradients of rows, of another engine's parameter too: two stages on a rank may share one -------------------
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, parameters: Iterable[torch.Tensor]) -> None:
         """Put rows' gradients aside: autograd may have whole ones to add up."""
-        if self.stage < 2:
-            return
-        for parameter in self._engine.parameters():
+        for parameter in parameters if self.stage == 2 else ():
             grad = parameter.grad
             if grad is not None and grad.shape != parameter.shape and _zero_of(parameter):
                 self._aside[id(parameter)] = parameter, grad
                 parameter.grad = None
 
-    def end_backward(self) -> None:
+    def end_backward(self, parameters: Iterable[torch.Tensor]) -> None:
         """Cut whole gradients that autograd has left, and bring back what was put aside."""
-        if self.stage < 2:
-            return
-        for parameter in self._engine.parameters():
+        for parameter in parameters if self.stage == 2 else ():
             if parameter.grad is not None and _zero_of(parameter) and parameter.grad.shape == parameter.shape:
-                self.put(parameter, self.rows_of(parameter, parameter.grad).clone())
+                self._put(parameter, self.rows_of(parameter, parameter.grad).clone())
         aside, self._aside = self._aside, {}
         for owner, grad in aside.values():
-            self.put(owner, grad if owner.grad is None else grad.add_(owner.grad))
+            self._put(owner, grad if owner.grad is None else grad.add_(owner.grad))
 
-    def give(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-        """Make a finished gradient the parameter's; with stage 2 it is of this rank's rows."""
-        if self.stage < 2 or not _zero_of(parameter):
-            parameter.grad = grad
-        else:
-            self.put(parameter, grad)
-
-    def put(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    def _put(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """Make a gradient of this rank's rows the parameter's."""
         whole = parameter.data
         parameter.grad = None
         parameter.data = self.rows_of(parameter)  # torch compares shapes when a gradient is given, not later
-        parameter.grad = self._placed(parameter, grad)
+        parameter.grad = _placed(parameter, grad)
         parameter.data = whole
 
     def rows_of(self, parameter: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's rows of ``tensor``, which is shaped as the parameter; default: of the parameter itself."""
         tensor = parameter.data if tensor is None else tensor
         dim = parameter.placement.state_dim  # type: ignore[attr-defined]
-        low, high = chunk_bounds(tensor.shape[dim], self._ranks, self._engine.comms.coords.data)
+        low, high = chunk_bounds(tensor.shape[dim], self._ranks, self.comms.coords.data)
         return tensor.narrow(dim, low, high - low)
-
-    def _placed(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        grad.placement = parameter.placement.state  # type: ignore[attr-defined]
-        return grad
 
     def _longest(self, parameter: torch.Tensor) -> int:
         """Elements of the first rank's rows."""
@@ -233,9 +179,10 @@ class Zero:
         shape[dim] = chunk_size(shape[dim], self._ranks)
         return math.prod(shape)
 
-    @property
-    def _ranks(self) -> int:
-        return self._engine.comms.grid.data
+
+def _placed(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    grad.placement = parameter.placement.state  # type: ignore[attr-defined]
+    return grad
 
 
 def _zero_of(parameter: torch.Tensor) -> Zero | None:
@@ -257,12 +204,12 @@ def cut_state(
 
 
 def set_gradient(parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Make ``grad`` the parameter's: of its shape, or of this rank's rows, which torch would not take."""
+    """Make ``grad``, as a backward pass gives it, the parameter's; with stage 2 it is of this rank's rows."""
     zero = _zero_of(parameter)
-    if zero is None or grad is None or grad.shape == parameter.shape:
+    if zero is None or grad is None or zero.stage < 2:
         parameter.grad = grad
     else:
-        zero.put(parameter, grad)
+        zero._put(parameter, grad)
 
 
 def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,67 @@
+"""The commands of LitGPT's that run on a grid, and what each can do. All others run on one rank, without Axo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of litgpt's that runs on a grid.
+
+    Args:
+        module, function: Where it is.
+        trains: Whether it takes ``--devices`` and launches ranks; if not, it is written for one device.
+        finetunes: Whether it starts from what a model's constructors draw, on one device.
+        resumes: Whether it can go on from a checkpoint of its own.
+        reads_sharded: Whether it can start from a sharded checkpoint.
+        stages: Whether it runs in pipeline stages.
+        quantizes: Whether it takes ``--quantize``.
+        launches: Whether it calls Fabric's ``launch``, as those that train do.
+        wants: A package that it wants beside LitGPT, and which extra of Axo's brings it. Without a grid such a command
+            is litgpt's alone.
+    """
+
+    module: str
+    function: str
+    trains: bool
+    finetunes: bool = False
+    resumes: bool = True
+    reads_sharded: bool = True
+    stages: bool = True
+    quantizes: bool = False
+    launches: bool = False
+    wants: tuple[str, str] | None = None
+
+    def load(self) -> Callable[..., Any]:
+        """Import its function."""
+        from axo.integrations.litgpt import parsing
+
+        return parsing.load(self.module, self.function)
+
+
+_LORA = Command(
+    "litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False, reads_sharded=False, quantizes=True
+)
+_ADAPTER = replace(_LORA, module="litgpt.finetune.adapter", stages=False, quantizes=False)
+_ON_ONE_DEVICE = Command("litgpt.generate.full", "main", False, reads_sharded=False, stages=False, launches=True)
+_SERVE = replace(_ON_ONE_DEVICE, module="litgpt.deploy.serve", function="run_server", launches=False)
+PARALLEL = {
+    "pretrain": Command("litgpt.pretrain", "setup", True),
+    "finetune_full": Command("litgpt.finetune.full", "setup", True, finetunes=True),
+    "finetune_lora": _LORA,
+    "generate": Command("litgpt.generate.base", "main", False, quantizes=True),
+    "generate_full": _ON_ONE_DEVICE,
+    "chat": Command("litgpt.chat.base", "main", False, stages=False, quantizes=True),
+    "serve": replace(_SERVE, wants=("litserve", "serve")),
+    "evaluate": replace(
+        _SERVE, module="litgpt.eval.evaluate", function="convert_and_evaluate", wants=("lm_eval", "evaluate")
+    ),
+    "finetune_adapter": _ADAPTER,
+    "generate_adapter": replace(_ON_ONE_DEVICE, module="litgpt.generate.adapter"),
+    "finetune_adapter_v2": replace(_ADAPTER, module="litgpt.finetune.adapter_v2"),
+    "generate_adapter_v2": replace(_ON_ONE_DEVICE, module="litgpt.generate.adapter_v2"),
+    "finetune": _LORA,  # litgpt's other name for it
+}

@@ -1,0 +1,126 @@
+"""What each rank of ``axo litgpt`` runs: LitGPT's own function, with Fabric's strategy set to Axo's."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from axo.integrations.fabric.step_agreement import StepAgreement
+from axo.integrations.fabric.strategy import register
+from axo.integrations.litgpt import harmless, run_folder
+from axo.integrations.litgpt.commands import PARALLEL
+from axo.integrations.litgpt.options import Options
+from axo.integrations.litgpt.parsing import Parsed
+from axo.integrations.litgpt.patches import LitGPTRun, Stopped, patched
+from axo.integrations.litgpt.strategy import strategy_of
+from axo.launch import Rank, Termination, set_threads
+
+
+@dataclass(frozen=True)
+class Start:
+    """Calls LitGPT's function with what was parsed, from its newest checkpoint where a run goes on by itself."""
+
+    name: str
+    parsed: Parsed
+
+    def __call__(self, again: bool) -> None:
+        function = PARALLEL[self.name].load()  # which may be replaced
+        options = self.parsed.values(function)
+        wanted, initial = options.get("resume"), options.get("initial_checkpoint_dir")
+        by_itself = wanted in (True, "auto")
+        if "resume" in options and (again or (by_itself and initial is None)):  # LitGPT refuses both
+            # LitGPT would take other runs' below the folder too.
+            newest = run_folder.newest(options["out_dir"])
+            if newest is not None and initial is not None:
+                options["initial_checkpoint_dir"] = None
+            options["resume"] = newest or (wanted if not by_itself else False)
+        function(**options)
+
+
+def run(
+    name: str, options: Options, start: Callable[[bool], Any], hyperparameters: str, local: bool, restart: int
+) -> None:
+    """Run a command on this rank.
+
+    Args:
+        name, options: The command, and what was asked of Axo.
+        start: Calls LitGPT's function; true: it goes on from its newest checkpoint.
+        hyperparameters: LitGPT's options, as it writes them.
+        local: The ranks were started here, so they share this program's output.
+        restart: How often the ranks were started before.
+
+    Raises:
+        ValueError: LitGPT ended with an exit code.
+    """
+    rank = Rank.from_environment()
+    assert rank is not None
+    set_threads(0, rank.local_world_size)
+    torch.set_float32_matmul_precision("high")  # as litgpt's main does
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("LT_ACCELERATOR", "cpu")  # what axo.connect has a transport for
+    os.environ["LT_STRATEGY"] = "axo"
+    torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    command = PARALLEL[name]
+    this = LitGPTRun(importlib.import_module(command.module), options, hyperparameters)
+    if not options.trust:
+        protect()
+
+    def make() -> Any:
+        this.strategy = strategy_of(
+            options,
+            step_agreement=this.agreement if command.trains else None,
+            like_one_device=command.finetunes,
+        )
+        return this.strategy
+
+    register(make)
+    with contextlib.ExitStack() as stack:
+        # All ranks print the same, so only rank 0 does; errors come as exceptions. (torchrun keeps the streams apart.)
+        if local and rank.rank:
+            stack.enter_context(_silence())
+        if rank.rank:
+            for logger in ("lightning", "lightning.fabric", "lightning.pytorch"):  # each rank would say what it starts
+                logging.getLogger(logger).setLevel(logging.WARNING)
+        else:
+            own = f"{options.data_ranks} of them with own data"
+            grid = options.chosen_grid.in_stages(options.pipeline)
+            print(f"axo litgpt: grid {grid}: {options.ranks_in_all} ranks, {own}")
+        stack.enter_context(patched(this))
+        if command.trains:
+            termination = stack.enter_context(Termination())
+            this.agreement, this.termination = StepAgreement(lambda: termination.asked), termination
+        elif not command.launches:
+            os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
+        try:
+            start(restart > 0)
+        except Stopped as stopped:
+            if rank.rank == 0:
+                print(f"axo litgpt: {stopped}", flush=True)
+        except SystemExit as stop:
+            if stop.code:
+                raise ValueError(f"litgpt: {name} ended with exit code {stop.code}; its message is above") from None
+    if this.strategy is not None and this.strategy.comms is not None:
+        this.strategy.comms.close()
+
+
+def protect() -> None:
+    """Let nothing in a checkpoint's folder run code, in this process and in those that LitServe starts."""
+    harmless.protect()
+    if "litgpt.deploy.serve" in sys.modules:
+        from axo.integrations.litgpt import serving_apis  # wants LitServe
+
+        serving_apis.replace()
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
