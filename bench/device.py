@@ -63,8 +63,8 @@ class Gpu:
     """The GPU of this machine."""
 
     kind = trains_on = "cuda"
-    replays = 1000
-    calls = 1000
+    replays = calls = 1000
+    rival: str | None = "nccl"
 
     def __init__(self, folder: Path | None = None) -> None:
         pass
@@ -91,16 +91,12 @@ class Gpu:
         graph = torch.cuda.CUDAGraph()
         return torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"), graph.replay
 
-    def rival(self) -> str | None:
-        return "nccl"
-
 
 class StandIn:
     """The stand-in of tests/standin.py: bytes really move, times mean nothing. ``folder``: where processes meet."""
 
     kind, trains_on = "standin", "cpu"
-    replays = 30
-    calls = 20
+    replays, calls, rival = 30, 20, None
 
     def __init__(self, folder: Path | None = None) -> None:
         try:
@@ -128,9 +124,6 @@ class StandIn:
     def capture(self) -> tuple[AbstractContextManager, Callable[[], None]]:
         graph = self._gpu.capture()
         return graph, graph.replay
-
-    def rival(self) -> str | None:
-        return None
 
 
 Say = Callable[..., object]  # (check=..., us=..., wrong=...): a row of this rank
@@ -161,11 +154,13 @@ class Rank:
 
 def torch_alone(gpu: Any, store: Any, rank: int, size: int, say: Say) -> None:
     """Torch's own backend first: where it cannot sum over these ranks, ours is not to blame."""
-    if (rival := gpu.rival()) is None:
+    if gpu.rival is None:
         return
     device = gpu.place(rank, size)
     torch.accelerator.set_device_index(device.index)
-    dist.init_process_group(rival, store=dist.PrefixStore("alone", store), rank=rank, world_size=size, device_id=device)
+    dist.init_process_group(
+        gpu.rival, store=dist.PrefixStore("alone", store), rank=rank, world_size=size, device_id=device
+    )
     total = torch.ones(1000, device=device)
     dist.all_reduce(total)
     say(check="torch NCCL all_reduce sum", wrong=int((total != size).sum()))
@@ -245,9 +240,8 @@ def call_times(gpu: Any, rank: Rank, store: Any) -> dict[str, float]:
         "axo all_reduce": lambda: rank.world.all_reduce(tensor),
         "axo all_reduce, pending": lambda: rank.world.all_reduce(tensor, async_op=True).wait(),
     }
-    rival = gpu.rival()
-    if rival is not None:
-        dist.init_process_group(rival, store=store, rank=rank.rank, world_size=rank.size, device_id=rank.device)
+    if gpu.rival is not None:
+        dist.init_process_group(gpu.rival, store=store, rank=rank.rank, world_size=rank.size, device_id=rank.device)
         calls["torch NCCL all_reduce"] = lambda: dist.all_reduce(tensor)
         calls["torch NCCL all_reduce, pending"] = lambda: dist.all_reduce(tensor, async_op=True).wait()
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -264,7 +258,7 @@ def call_times(gpu: Any, rank: Rank, store: Any) -> dict[str, float]:
                 spent += time.perf_counter() - start
             times[name].append(1e6 * spent / (calls_each // batch * batch))
     rank.synchronize()
-    if rival is not None:
+    if gpu.rival is not None:
         dist.destroy_process_group()
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 

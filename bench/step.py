@@ -280,7 +280,6 @@ def contestants(case: str, sizes: models.Sizes) -> list[Entry]:
         rival("nccl", "gloo"),
         rival("axo", "axo"),
         *(axo_with(f" {name}", overlap=overlap) for name, overlap in switched(case, sizes)),
-        *([axo_with(" q, k, v apart", shares=False)] if case == "x" else []),
         Entry(lambda comms: models.alone(case, comms.everyone.size, sizes, comms.device)),
     ]
 

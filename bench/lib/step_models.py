@@ -179,13 +179,8 @@ def axo_stages(name: str, sizes: Sizes, comms: Any) -> Contestant:
     return Staged(name, stage, schedule, sizes)
 
 
-def axo_model(sizes: Sizes, comms: Any, overlap: Any = None, *, shares: bool = True) -> Transformer:
-    """The serial model with Axo's layers in it, normal and transposed in turn.
-
-    Args:
-        overlap: An ``axo.Overlap``.
-        shares: q, k and v sum the gradient of their input over ranks together.
-    """
+def axo_model(sizes: Sizes, comms: Any, overlap: Any = None) -> Transformer:
+    """The serial model with Axo's layers in it, normal and transposed in turn; ``overlap``: an ``axo.Overlap``."""
     import axo
 
     model = serial(sizes, comms.device)
@@ -201,8 +196,7 @@ def axo_model(sizes: Sizes, comms: Any, overlap: Any = None, *, shares: bool = T
             transposed = name in ("proj", "down")
             new = axo.nn.Linear(old.in_features, old.out_features, False, comms=comms, transposed=transposed)
             swap(block, name, new)
-        if shares:
-            axo.nn.share_input(block.q, block.k, block.v)
+        axo.nn.share_input(block.q, block.k, block.v)
         for name in ("norm_1", "norm_2"):
             swap(block, name, axo.nn.LayerNorm(sizes.hidden, comms=comms))
     swap(model, "norm", axo.nn.LayerNorm(sizes.hidden, comms=comms))
@@ -211,8 +205,8 @@ def axo_model(sizes: Sizes, comms: Any, overlap: Any = None, *, shares: bool = T
     return model
 
 
-def axo_contestant(name: str, sizes: Sizes, comms: Any, overlap: Any = None, *, shares: bool = True) -> Contestant:
-    """Axo on the grid of ``comms``; ``overlap``: an ``axo.Overlap``, default: everything on; as ``axo_model``."""
+def axo_contestant(name: str, sizes: Sizes, comms: Any, overlap: Any = None) -> Contestant:
+    """Axo on the grid of ``comms``; ``overlap``: an ``axo.Overlap``, default: everything on."""
     import axo
 
     loss_fn = axo.nn.CrossEntropyLoss(comms=comms, columns=sizes.vocab)
@@ -223,7 +217,7 @@ def axo_contestant(name: str, sizes: Sizes, comms: Any, overlap: Any = None, *, 
     def blocked() -> float:
         return sum(comms.blocked_seconds.values())
 
-    return Contestant(name, axo_model(sizes, comms, overlap, shares=shares), sizes, loss, blocked)
+    return Contestant(name, axo_model(sizes, comms, overlap), sizes, loss, blocked)
 
 
 def fsdp2(sizes: Sizes, group: Any, device: torch.device) -> tuple[nn.Module, bool]:
