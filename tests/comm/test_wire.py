@@ -1,7 +1,9 @@
 """How ranks of several hosts connect: whom they believe, and what strangers and mistakes do."""
 
+import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import threading
@@ -218,3 +220,70 @@ def test_ranks_of_different_programs_are_refused_on_every_rank(hosts):
         assert outcome.error == "ValueError", outcome.describe()
         assert "the ranks run different programs (ranks 0, 1, 3: axo " in outcome.message
         assert "; ranks 2: axo 0.0.9 of sources 0123456789abcdef, torch 2.11.0)" in outcome.message
+
+
+def knock(kind, address):
+    """One stranger. Returns a socket that it goes on to hold, or None."""
+    stranger = socket.create_connection(address, 5)
+    if kind == "held":
+        return stranger
+    with stranger, contextlib.suppress(OSError):
+        if kind == "reset":
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        elif kind == "short":
+            stranger.sendall(b"\0")
+        elif kind == "garbage":
+            stranger.sendall(os.urandom(256))
+        elif kind == "slow":
+            stranger.recv(1)
+            stranger.sendall(b"\0")
+    return None
+
+
+def knock_many(count, address):
+    """In a process of its own: strangers of five kinds take turns; of those that hold on, 500 do at a time."""
+    held = []
+    for i in range(count):
+        with contextlib.suppress(OSError):
+            if (holds := knock(("held", "reset", "short", "garbage", "slow")[i % 5], address)) is not None:
+                held.append(holds)
+        if len(held) > 500:
+            held.pop(0).close()
+
+
+def meet_among_strangers(count):
+    """Under a limit of 256 files rank 0 listens while strangers come; then rank 1 does. Gives what both have got."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    reach, over, before = wire._Peers._reach, threading.Event(), len(os.listdir("/proc/self/fd"))
+    wire._MEETING_S = 600.0
+
+    async def reach_later(self, peer, purpose):
+        while not over.is_set():
+            await asyncio.sleep(0.01)
+        await reach(self, peer, purpose)
+
+    wire._Peers._reach = reach_later
+
+    @contextlib.contextmanager
+    def strangers(store):
+        while not store.check(["round/place/1/0"]):
+            time.sleep(0.001)
+        address, port = store.get("round/place/1/0").decode().split("\n")[2].split(" ")
+        if (child := os.fork()) == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            knock_many(count, (address, int(port)))
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        over.set()
+        yield
+
+    ends = meet(identities(1, 1), strangers, seconds=600)
+    closed(ends)
+    return [len(os.listdir("/proc/self/fd")) - before, *(type(end).__name__ for end in ends)]
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
+def test_strangers_cost_no_descriptor_of_256(count):
+    (got,) = run_ranks(meet_among_strangers, 1, count, timeout=900)
+    assert got == [0, "Connections", "Connections"]
