@@ -21,6 +21,7 @@ namespace axo::hosts {
 namespace {
 
 constexpr timeval kLook{0, 200000};  // between looks at a pulse, while no bytes come
+constexpr timeval kSeldom{1, 0};     // the same, for ranks whose host's pulse another rank's reader looks at
 
 std::mutex g_mutex;
 // Of this process; never destroyed, since threads may outlive main.
@@ -33,6 +34,19 @@ std::set<Socket*>& open_sockets() {
 
 void set_option(int descriptor, int level, int option, int value) {
   (void)::setsockopt(descriptor, level, option, &value, sizeof(value));  // what is no TCP socket has none of them
+}
+
+void keep_alive(int descriptor) {
+  set_option(descriptor, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_option(descriptor, IPPROTO_TCP, TCP_KEEPIDLE, 1);
+  set_option(descriptor, IPPROTO_TCP, TCP_KEEPINTVL, 1);
+  set_option(descriptor, IPPROTO_TCP, TCP_KEEPCNT, 60);  // has_pulse() comes first
+}
+
+// What the kernel knows of a connection; nothing of one that has ended.
+bool established(int descriptor, tcp_info* info) {
+  socklen_t size = sizeof(*info);
+  return ::getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, info, &size) == 0 && info->tcpi_state == TCP_ESTABLISHED;
 }
 
 }  // namespace
@@ -68,11 +82,11 @@ SocketWire::SocketWire(int rank, const std::vector<int>& data, const std::vector
     }
     if (pulse[p] >= 0) {
       peer->pulse = std::make_unique<Socket>(pulse[p]);
-      set_option(pulse[p], SOL_SOCKET, SO_KEEPALIVE, 1);
-      set_option(pulse[p], IPPROTO_TCP, TCP_KEEPIDLE, 1);
-      set_option(pulse[p], IPPROTO_TCP, TCP_KEEPINTVL, 1);
-      set_option(pulse[p], IPPROTO_TCP, TCP_KEEPCNT, 60);  // has_pulse() comes first
-      ::setsockopt(data[p], SOL_SOCKET, SO_RCVTIMEO, &kLook, sizeof(kLook));
+      keep_alive(pulse[p]);
+    }
+    if (data[p] >= 0 && hosts_[p] != hosts_[static_cast<std::size_t>(rank)]) {
+      const timeval& look = pulse[p] >= 0 ? kLook : kSeldom;
+      ::setsockopt(data[p], SOL_SOCKET, SO_RCVTIMEO, &look, sizeof(look));
     }
     peers_.push_back(std::move(peer));
   }
@@ -91,7 +105,11 @@ void SocketWire::send(int to, Bytes head, Bytes payload) {
     }
     const ssize_t sent = ::sendmsg(at(to).data->descriptor(), &message, MSG_NOSIGNAL);
     if (sent < 0 && errno == EINTR) continue;
-    if (sent < 0) fail("send", std::strerror(errno));
+    if (sent < 0) {
+      const std::string why = std::strerror(errno);
+      close(to);  // half a frame may have left
+      fail("send", why);
+    }
     auto left = static_cast<std::size_t>(sent);
     for (std::size_t i = 0; i < message.msg_iovlen && left != 0; ++i) {
       iovec& part = message.msg_iov[i];
@@ -108,7 +126,7 @@ void SocketWire::receive(int from, void* data, std::size_t bytes) {
   const Peer& peer = at(from);
   while (bytes != 0) {
     const ssize_t came = ::recv(peer.data->descriptor(), to, bytes, MSG_WAITALL);
-    if (came < 0 && errno == EAGAIN && peer.pulse && !has_pulse(from)) {
+    if (came < 0 && errno == EAGAIN && !has_pulse(from)) {
       lose_host_of(from);
       fail("receive", "its host answers nothing");
     }
@@ -120,13 +138,24 @@ void SocketWire::receive(int from, void* data, std::size_t bytes) {
   }
 }
 
-// Whether the kernel of a rank's host has answered lately. True where the process at the other end has ended, which
-// says nothing of its host.
-bool SocketWire::has_pulse(int from) const {
+// Whether the kernel of a rank's host has answered lately. What came before this wire was made counts for nothing.
+bool SocketWire::has_pulse(int from) {
+  const auto now = std::chrono::steady_clock::now();
+  if (now - since_ < kSilence) return true;
+  const auto& host = hosts_[static_cast<std::size_t>(from)];
   tcp_info info{};
-  socklen_t size = sizeof(info);
-  if (::getsockopt(at(from).pulse->descriptor(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return true;
-  return info.tcpi_state != TCP_ESTABLISHED || std::chrono::milliseconds(info.tcpi_last_ack_recv) < kSilence;
+  for (std::size_t p = 0; p < peers_.size(); ++p) {
+    if (hosts_[p] != host || !peers_[p]->pulse || !established(peers_[p]->pulse->descriptor(), &info)) continue;
+    return std::chrono::milliseconds(info.tcpi_last_ack_recv) < kSilence;
+  }
+  Peer& peer = *peers_[static_cast<std::size_t>(from)];
+  if (peer.asked == std::chrono::steady_clock::time_point{}) {
+    peer.asked = now;
+    keep_alive(peer.data->descriptor());
+  }
+  if (now - peer.asked < kSilence || !established(peer.data->descriptor(), &info)) return true;
+  const bool waits = info.tcpi_unacked != 0;  // then nobody asks, and bytes are sent again after ever longer pauses
+  return std::chrono::milliseconds(info.tcpi_last_ack_recv) < (waits ? 3 * kSilence : kSilence);
 }
 
 void SocketWire::lose_host_of(int rank) {

@@ -4,7 +4,8 @@
 // the two hosts ask each other once a second whether they are there, whatever their processes do, so a process that is
 // stopped is late, a process that ends closes its connections, and a host that answers nothing for kSilence is lost
 // with all its ranks. Bytes could not tell: a kernel tries for minutes to deliver them, and a rank that does not read
-// stops them without being lost.
+// stops them without being lost. Where the rank at the other end of a host's pulse has ended, and others of that host
+// go on, each connection to those is asked for itself.
 #pragma once
 
 #include <atomic>
@@ -53,12 +54,14 @@ class SocketWire final : public Wire {
   struct Peer {
     std::unique_ptr<Socket> data, pulse;
     std::atomic<bool> silent{false};
+    std::chrono::steady_clock::time_point asked{};  // since when its own connection is kept alive; its reader's
   };
   const Peer& at(int rank) const { return *peers_[static_cast<std::size_t>(rank)]; }
-  bool has_pulse(int from) const;
+  bool has_pulse(int from);
   void lose_host_of(int rank);
 
   const int rank_;
+  const std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
   const std::vector<std::string> hosts_;
   std::vector<std::unique_ptr<Peer>> peers_;
 };

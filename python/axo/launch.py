@@ -475,6 +475,7 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the launcher's handler would raise anywhere in a rank
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _reports[:] = [Path(reports)]

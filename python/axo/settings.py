@@ -42,7 +42,7 @@ VARIABLES = (
     Variable("AXO_NCCL_LIBRARY", "found", "Path of the NCCL or RCCL library that the GPU transport opens."),
     Variable("AXO_SECRET", "", "The job's secret, which its ranks prove to each other.", secret=True),
     Variable("AXO_SECRET_FILE", "", "A file with it, which only its owner may read."),
-    Variable("AXO_REQUIRE_SECRET", "0", "1: a job of several hosts without a secret is refused.", ("0", "1")),
+    Variable("AXO_REQUIRE_SECRET", "0", "1: CPU ranks of several hosts without a secret are refused.", ("0", "1")),
     Variable("AXO_INTERFACE", "", "The network interface on which CPU ranks of several hosts connect."),
     Variable(
         "AXO_CHECK",

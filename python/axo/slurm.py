@@ -22,7 +22,14 @@ def adopt() -> None:
     Raises:
         ValueError: SLURM's variables do not say how many tasks there are on this host, or where the first is.
     """
-    for name, value in _of_torchrun(os.environ).items():
+    try:
+        variables = _of_torchrun(os.environ)
+    except ValueError as error:
+        if "SLURM" in str(error):
+            raise
+        numbers = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
+        raise ValueError(f"SLURM's variables are not understood ({error}): {numbers}") from None
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 

@@ -72,52 +72,6 @@ def test_every_pair_is_connected_once_and_every_host_has_a_pulse(hosts):
     closed(ends)
 
 
-def test_strangers_neither_connect_nor_stop_anybody():
-    """Whoever comes while ranks connect: silent, short, loud, gone at once, or a rank with a false proof."""
-    calls, places = [], {}
-
-    def shout(kind, address):
-        with contextlib.suppress(OSError), socket.create_connection(address, 5) as stranger:
-            if kind == "short":
-                stranger.sendall(b"\0")
-            elif kind == "garbage":
-                stranger.sendall(os.urandom(4096))
-            elif kind == "false":
-                stranger.sendall(wire._CLAIM.pack(1, 0, bytes(16), bytes(32)))
-            elif kind == "reset":
-                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-                return
-            calls.append((kind, stranger.recv(1)))
-            if kind == "held":
-                time.sleep(1)
-
-    @contextlib.contextmanager
-    def strangers(store):
-        while not store.check(["round/place/1/0"]):
-            time.sleep(0.001)
-        address, port = store.get("round/place/1/0").decode().split("\n")[2].split(" ")
-        places[0] = (address, int(port))
-        crowd = [
-            threading.Thread(target=shout, args=(kind, places[0]))
-            for kind in ("held", "short", "garbage", "false", "reset")
-            for _ in range(40)
-        ]
-        for each in crowd:
-            each.start()
-        yield
-        for each in crowd:
-            each.join()
-
-    before = len(os.listdir("/proc/self/fd"))
-    ends = meet(identities(1, 1, 1), strangers)
-    assert all(isinstance(end, wire.Connections) for end in ends), ends
-    assert calls, "no stranger was heard"
-    closed(ends)
-    assert len(os.listdir("/proc/self/fd")) <= before
-    with pytest.raises(OSError):  # nobody listens any more
-        socket.create_connection(places[0], 2)
-
-
 def test_ranks_that_cannot_be_reached_are_named(monkeypatch):
     async def nowhere(self, peer, purpose):
         self.reasons[peer] = "Connection refused"
@@ -234,6 +188,9 @@ def knock(kind, address):
             stranger.sendall(b"\0")
         elif kind == "garbage":
             stranger.sendall(os.urandom(256))
+        elif kind == "false":  # as rank 1, with a proof that is none
+            stranger.recv(16)
+            stranger.sendall(wire._CLAIM.pack(1, 0, bytes(16), bytes(32)))
         elif kind == "slow":
             stranger.recv(1)
             stranger.sendall(b"\0")
@@ -241,11 +198,11 @@ def knock(kind, address):
 
 
 def knock_many(count, address):
-    """In a process of its own: strangers of five kinds take turns; of those that hold on, 500 do at a time."""
+    """In a process of its own: strangers of six kinds take turns; of those that hold on, 500 do at a time."""
     held = []
     for i in range(count):
         with contextlib.suppress(OSError):
-            if (holds := knock(("held", "reset", "short", "garbage", "slow")[i % 5], address)) is not None:
+            if (holds := knock(("held", "reset", "short", "garbage", "slow", "false")[i % 6], address)) is not None:
                 held.append(holds)
         if len(held) > 500:
             held.pop(0).close()
@@ -256,7 +213,7 @@ def meet_among_strangers(count):
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
     reach, over, before = wire._Peers._reach, threading.Event(), len(os.listdir("/proc/self/fd"))
-    wire._MEETING_S = 600.0
+    places = []
 
     async def reach_later(self, peer, purpose):
         while not over.is_set():
@@ -270,9 +227,10 @@ def meet_among_strangers(count):
         while not store.check(["round/place/1/0"]):
             time.sleep(0.001)
         address, port = store.get("round/place/1/0").decode().split("\n")[2].split(" ")
+        places.append((address, int(port)))
         if (child := os.fork()) == 0:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-            knock_many(count, (address, int(port)))
+            knock_many(count, places[0])
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         over.set()
@@ -280,6 +238,8 @@ def meet_among_strangers(count):
 
     ends = meet(identities(1, 1), strangers, seconds=600)
     closed(ends)
+    with pytest.raises(ConnectionRefusedError):  # nobody listens any more
+        socket.create_connection(places[0], 5)
     return [len(os.listdir("/proc/self/fd")) - before, *(type(end).__name__ for end in ends)]
 
 
@@ -287,3 +247,16 @@ def meet_among_strangers(count):
 def test_strangers_cost_no_descriptor_of_256(count):
     (got,) = run_ranks(meet_among_strangers, 1, count, timeout=900)
     assert got == [0, "Connections", "Connections"]
+
+
+def connect_on_an_interface_that_one_lacks():
+    if os.environ["RANK"] == "2":
+        interfaces.own_address = lambda meeting: interfaces._address_of("AXO_INTERFACE", "wrong0")
+    wire._one_machine = lambda identities: False
+    axo.connect("4x1x1x1", timeout=60, meeting_timeout=60)
+
+
+def test_an_error_of_one_rank_is_heard_by_all_before_the_time_is_over():
+    for outcome in rank_outcomes(connect_on_an_interface_that_one_lacks, 4, hosts=SINGLES):
+        assert outcome.error == ("ValueError" if outcome.rank == 2 else "PeerLost"), outcome.describe()
+        assert "AXO_INTERFACE='wrong0' is no interface of this host" in outcome.message and outcome.seconds < 40

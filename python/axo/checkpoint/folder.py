@@ -64,7 +64,9 @@ def read_marker(path: Path) -> Marker | None:
     """The marker of a checkpoint that Axo wrote; None where there is none or it cannot be read."""
     try:
         said = files.parse_json(files.read_text(path / MARKER, _MOST_MARKER))
-        marker = Marker(int(said["step"]), said["run"], said["metadata"], said["checksum"])
+        marker = Marker(
+            int(said["step"]), said["run"], said["metadata"], said.get("checksum", "xxh3")
+        )  # the first ones do not say
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     words = (marker.run or "", marker.metadata or "", marker.checksum)
@@ -370,7 +372,7 @@ class UnfinishedCheckpoint(_Unfinished):
         for path in final.parent.iterdir():
             if _REMOVED.fullmatch(path.name):
                 _remove_tree(path)
-        super().__init__(final, _STEP.pattern)
+        super().__init__(final, ".+")  # whatever its name: what nobody holds a lock of is dead
         try:
             self.folder.mkdir()
         except BaseException:

@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import random
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -93,7 +92,7 @@ def _walk(value: Any, leaf: Callable[[Any], Any], numbers: Callable[[Any], Any])
         if set(map(type, value)) <= {int, float, bool}:
             return numbers(value)
         return type(value)(_walk(each, leaf, numbers) for each in value)
-    if type(value) in (dict, OrderedDict):
+    if isinstance(value, Mapping):  # a Counter too, whose order may be another on each rank
         return {key: _walk(value[key], leaf, numbers) for key in sorted(value, key=repr)}
     return leaf(value)
 

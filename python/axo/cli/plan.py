@@ -187,7 +187,7 @@ def simulate(
     from axo.perf import chrome_trace, output, planner, plots, simulator
 
     _check_outputs(json_out, trace, plot=plot)
-    if not asked.model or not asked.machine:
+    if not asked.model:
         raise ValueError("name what is to be simulated: --model NAME --machine NAME")
     if not asked.pipeline.isdecimal():
         raise ValueError(f"pipeline={asked.pipeline!r} is not a number of stages; use 4")
@@ -270,7 +270,7 @@ def _simulate_stages(made: planner.GridPlan, json_out: Path | None, plot: Path |
               for rank in range(timeline.ranks)]  # fmt: skip
     rows = [[str(rank), str(blocks[rank]), f"{busy:.3f}", f"{timeline.seconds - busy:.3f}", f"{in_flight[rank]:g}"]
             for rank, busy in enumerate(timeline.busy)]  # fmt: skip
-    show_table(title, (["rank", "blocks", "busy s", "waits s", "micro-batches in_flight"], rows))
+    show_table(title, (["rank", "blocks", "busy s", "waits s", "micro-batches held"], rows))
     say(f"stages of {output.cuts_text(best.stages)} blocks; bubble {100 * timeline.bubble:.1f}% of the pipeline's"
         f" {timeline.seconds:.3f} s; one step {step:.3f} s, at most {best.memory.total / GIB:.1f} GiB a GPU;"
         f" the closed form says {best.seconds:.3f} s")  # fmt: skip

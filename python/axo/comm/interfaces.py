@@ -51,11 +51,12 @@ def _address_of(variable: str, name: str) -> str:
             return socket.inet_ntoa(reply[20:24])
         except OSError:  # no address of IPv4
             pass
-    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+    listed = Path("/proc/net/if_inet6")  # a kernel may have no IPv6
+    for line in listed.read_text().splitlines() if listed.exists() else ():
         digits, *_, owner = line.split()
-        listed = ipaddress.IPv6Address(int(digits, 16))
-        if owner == name and not listed.is_link_local:
-            return str(listed)
+        own = ipaddress.IPv6Address(int(digits, 16))
+        if owner == name and not own.is_link_local:
+            return str(own)
     raise ValueError(f"{variable}={name!r} has no address that other hosts reach; use one of {', '.join(names())}")
 
 

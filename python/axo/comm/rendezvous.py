@@ -44,6 +44,10 @@ from axo.launch import STORE
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between looks at the store
 _CLOSER_LOOK_S = 0.25  # between looks at who has come, and who has died
+_UNPROVED = (
+    "does not prove that it knows this rank's secret; every rank of a job has the same AXO_SECRET or AXO_SECRET_FILE,"
+    " or none has one"
+)
 _NOT_COME = "they died at start-up, or call something else first"
 
 
@@ -91,7 +95,8 @@ def launchers_store(rank: int, world_size: int, seconds: float) -> dist.Store:
             " port that is open there"
         )
     limit = left()
-    opened = _on_a_thread(lambda: next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=limit))))[0], limit + 1)
+    place = f"env://?rank={rank}&world_size={world_size}"  # a launcher may not say them in the environment
+    opened = _on_a_thread(lambda: next(iter(dist.rendezvous(place, timeout=timedelta(seconds=limit))))[0], limit + 1)
     if isinstance(opened, dist.Store):
         return opened
     if opened is not None and not isinstance(opened, RuntimeError):
@@ -176,10 +181,11 @@ class Meeting:
             return None
         return PeerLost(f"{self.who}: rank {rank} {error}", int(rank))
 
-    def gather(self, place: str, text: str = "", hint: str = "") -> list[str]:
+    def gather(self, place: str, text: str = "", hint: str = "", within: str = "") -> list[str]:
         """Leave ``text`` in the store and give the texts of all ranks, in their order. Collective.
 
-        ``hint`` ends the error of a rank that did not come.
+        ``hint`` ends the error of a rank that did not come. ``within``: a round that this is a part of; who gives up in
+        that is heard here too.
 
         Raises:
             Timeout: Ranks have not come in time; names them. PeerLost: One came and died meanwhile, or gave up; says
@@ -201,8 +207,9 @@ class Meeting:
             arrived = {
                 other: self._opened(store.get(key), key, other) for other, key in enumerate(keys) if store.check([key])
             }
-            if (gone := self.given_up(round_)) is not None:
-                raise gone
+            for each in filter(None, (round_, within)):
+                if (gone := self.given_up(each)) is not None:
+                    raise gone
             late = waited >= seconds or store.check([f"{round_}/late"])
             lost = [other for other, told in arrived.items() if _C.thread_gone(told.partition("\n")[0])]
             if lost and not late:
@@ -229,10 +236,7 @@ class Meeting:
         try:
             return secret.opened(data, key)
         except secret.Stranger:
-            raise Error(
-                f"{self.who}: rank {rank} does not prove that it knows this rank's secret; every rank of a job has the"
-                " same AXO_SECRET or AXO_SECRET_FILE, or none has one"
-            ) from None
+            raise Error(f"{self.who}: rank {rank} {_UNPROVED}") from None
 
 
 def _looks() -> Iterator[float]:
@@ -271,7 +275,10 @@ def store_of_this_start(store: dist.Store, rank: int, world_size: int, seconds: 
                 f"connect (rank {rank} of {world_size}): rank 0 has not come within {seconds:.3g} s; it died at"
                 " start-up, or calls something else first"
             )
-    name = secret.read(store, f"axo/start/{word}")
+    try:
+        name = secret.read(store, f"axo/start/{word}")
+    except secret.Stranger:
+        raise Error(f"connect (rank {rank} of {world_size}): rank 0 {_UNPROVED}") from None
     store.set(f"axo/come/{name}/{rank}", "1")
     return dist.PrefixStore(f"axo/started/{name}", store)
 

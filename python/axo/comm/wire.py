@@ -23,6 +23,7 @@ import errno
 import hashlib
 import hmac
 import os
+import random
 import secrets
 import socket
 import struct
@@ -30,17 +31,19 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from torch.distributed import PrefixStore, Store
+
 from axo.comm import interfaces, secret
-from axo.comm.rendezvous import Meeting, TimeLeft
+from axo.comm.rendezvous import Meeting
 from axo.errors import Error, Timeout
 
 _DATA, _PULSE = 0, 1  # the purpose of a connection
 _WORD = 16  # bytes of a nonce
 _CLAIM = struct.Struct(f"!IB{_WORD}s32s")  # rank, purpose, nonce, proof
 _STRANGERS_WAIT_S = 5.0  # for the answer to a challenge
-_MOST_STRANGERS = 32  # at a time; the one that has waited longest goes
-_RETRY_S, _LOOK_S, _PAUSE_S = 0.1, 0.25, 0.002
-_MEETING_S = 60.0
+_MOST_STRANGERS = 32  # at a time, beside the ranks that may come
+_RETRY_S, _LONGEST_RETRY_S, _LOOK_S, _PAUSE_S = 0.1, 2.0, 0.25, 0.002
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # on the default route; nothing is sent there
 
 
 @dataclass
@@ -64,24 +67,29 @@ def connect(meeting: Meeting, round_: str, identities: Sequence[str]) -> Connect
         Timeout: Ranks could not be reached in time; names them, with host, address and reason.
         PeerLost: A rank has died or has given up meanwhile.
     """
-    rank, size, who, left = meeting.rank, meeting.size, meeting.who, TimeLeft(min(meeting.left(), _MEETING_S))
-    meeting = Meeting(meeting.store, rank, size, who, left)
-    if len({identity.partition(" ")[2] for identity in identities}) == 1:  # it plays several hosts
+    rank, size, who, left = meeting.rank, meeting.size, meeting.who, meeting.left
+    if _one_machine(identities):
         own = "127.0.0.1"
     else:
         secret.check_several_hosts(warns=rank == 0)
-        own = interfaces.own_address(os.environ.get("MASTER_ADDR", ""))
+        own = interfaces.own_address(_place_of(meeting.store))
     word = secrets.token_hex(_WORD) if rank == 0 else ""
-    told = [text.split(" ") for text in meeting.gather(f"{round_}/way", f"{own} {word}")]
+    told = [text.split(" ") for text in meeting.gather(f"{round_}/way", f"{own} {word}", within=round_)]
     addresses = [address for address, _ in told]
     address = addresses[rank] or _address_towards(addresses, who)
     key = hashlib.sha256(secret.of_job() + told[0][1].encode() + round_.encode()).digest()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=_MOST_STRANGERS) as listener:
-        places = meeting.gather(f"{round_}/place", f"{address} {listener.getsockname()[1]}")
-        peers = _Peers(rank, key, [(at, int(port)) for at, port in (text.split(" ") for text in places)], listener)
-        peers.wanted = [(p, _DATA) for p in range(size) if p != rank]
-        peers.wanted += [(p, _PULSE) for p in _pulse_partners(rank, identities)]
+    wanted = [(p, _DATA) for p in range(size) if p != rank]
+    wanted += [(p, _PULSE) for p in _pulse_partners(rank, identities)]
+    at_once = _MOST_STRANGERS + sum(p > rank for p, _ in wanted)
+    try:
+        listener = socket.create_server((address, 0), family=family, backlog=at_once)
+    except OSError as error:
+        raise Error(f"{who}: {address} cannot be listened on: {error.strerror}; AXO_INTERFACE names another") from None
+    with listener:
+        text = f"{address} {listener.getsockname()[1]}"
+        places = [text.split(" ") for text in meeting.gather(f"{round_}/place", text, within=round_)]
+        peers = _Peers(rank, key, [(at, int(port)) for at, port in places], listener, wanted, at_once)
         thread = threading.Thread(target=peers.run, args=(left(),), name="axo wire", daemon=True)
         thread.start()
         try:
@@ -89,13 +97,18 @@ def connect(meeting: Meeting, round_: str, identities: Sequence[str]) -> Connect
                 if (gone := meeting.given_up(round_)) is not None:
                     raise gone
             peers.raise_failure(who, identities)
-            meeting.gather(f"{round_}/connected")
+            meeting.gather(f"{round_}/connected", within=round_)
         except BaseException:
             peers.end(thread)
             peers.close()
             raise
         peers.end(thread)
     return Connections(*([peers.take(p, purpose) for p in range(size)] for purpose in (_DATA, _PULSE)))
+
+
+def _one_machine(identities: Sequence[str]) -> bool:
+    """Whether one machine plays several hosts."""
+    return len({identity.partition(" ")[2] for identity in identities}) == 1
 
 
 def _pulse_partners(rank: int, identities: Sequence[str]) -> list[int]:
@@ -111,9 +124,16 @@ def _pulse_partners(rank: int, identities: Sequence[str]) -> list[int]:
     return sorted(partners)
 
 
+def _place_of(store: Store) -> str:
+    """The host of a store; "" where it has none."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", "") or os.environ.get("MASTER_ADDR", "")
+
+
 def _address_towards(addresses: Sequence[str], who: str) -> str:
     """The address of this host, where the place of meeting is this host itself: the one on the way to another."""
-    for other in filter(None, addresses):
+    for other in (*filter(None, addresses), *_ELSEWHERE):
         if address := interfaces.address_towards(other):
             return address
     raise Error(
@@ -130,7 +150,8 @@ class _Peers:
     key: bytes
     places: list[tuple[str, int]]
     listener: socket.socket
-    wanted: list[tuple[int, int]] = field(default_factory=list)
+    wanted: list[tuple[int, int]]
+    at_once: int  # connections whose challenge is not answered yet; of more, the one that has waited longest goes
     connected: dict[tuple[int, int], socket.socket] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)  # why a rank is not reached, as tried last
     failure: BaseException | None = None
@@ -205,16 +226,17 @@ class _Peers:
         loop = asyncio.get_running_loop()
         waiting: dict[asyncio.Task[None], None] = {}
         while True:
-            if len(waiting) >= _MOST_STRANGERS:
+            if len(waiting) >= self.at_once:
                 oldest = next(iter(waiting))
                 oldest.cancel()
                 await asyncio.wait([oldest])
             try:
                 connection, _ = await loop.sock_accept(self.listener)
             except OSError as error:
-                if error.errno != errno.EMFILE or not waiting:
+                if error.errno == errno.EMFILE and not waiting:
                     raise
-                next(iter(waiting)).cancel()
+                if waiting:  # there are no more files, or no more memory
+                    next(iter(waiting)).cancel()
                 await asyncio.sleep(0.01)
                 continue
             connection.setblocking(False)
@@ -241,6 +263,7 @@ class _Peers:
         loop = asyncio.get_running_loop()
         address, port = self.places[peer]
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        pause = _RETRY_S
         while True:
             connection = socket.socket(family, socket.SOCK_STREAM)
             connection.setblocking(False)
@@ -262,7 +285,8 @@ class _Peers:
                     if error.errno == errno.EMFILE:
                         raise
                     self.reasons[peer] = error.strerror or "it has closed the connection"
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # not all ranks at once
+            pause = min(2 * pause, _LONGEST_RETRY_S)
 
     def _proof(self, role: bytes, nonce: bytes, theirs: bytes, connector: int, acceptor: int, purpose: int) -> bytes:
         text = role + nonce + theirs + struct.pack("!IIB", connector, acceptor, purpose)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
-from importlib.metadata import version
-from importlib.util import find_spec
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,16 @@ class TrainLog:
         self._peak = None if peak is None else peak * 1e12 * config.ranks  # flops a second of all ranks
         parameters = models.count_parameters(model)
         versions = {"python": platform.python_version(), "torch": torch.__version__}
-        packages = [name for name in ("axo", "litgpt", "triton", "numpy") if find_spec(name)]
+        for name in ("axo", "litgpt", "triton", "numpy"):
+            with suppress(PackageNotFoundError):  # its distribution may have another name
+                versions[name] = version(name)
         self.write(
             {
                 "kind": "header",
                 "config": config.as_dict(),
                 "model": {"parameters": parameters, "layers": model.n_layer, "hidden": model.n_embd},
                 "tokens": tokens,
-                "versions": versions | {name: version(name) for name in packages},
+                "versions": versions,
                 "grid": str(config.grid),
                 "pipeline": config.pipeline,
                 "ranks": config.ranks,

@@ -24,8 +24,9 @@ TINY: dict[str, Any] = {
     "vocab_size": 256, "padded_vocab_size": 256, "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP",
     "intermediate_size": 384, "rotary_percentage": 1.0, "parallel_residual": False, "bias": False,
 }  # fmt: skip
-_MAY_BE_0 = ("n_expert", "n_shared_expert", "first_k_dense_replace")
-_MOST = 10**8
+_MAY_BE_0 = ("n_expert", "n_shared_expert", "n_expert_per_token", "first_k_dense_replace", "sliding_window_size")
+_MOST = 10**8  # of what memory is taken for
+_ANY = ("rope_base",)
 
 
 def resolve(model: str, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -127,7 +128,7 @@ def _check_field(owner: str, key: str, value: Any) -> None:
         if not whole:
             raise ValueError(f"{wrong} a whole number")
         least = 0 if key in _MAY_BE_0 else 1
-        if not least <= value <= _MOST:
+        if value < least or (value > _MOST and key not in _ANY):
             raise ValueError(f"{wrong} a count from {least} to {_MOST}")
     if key == "rotary_percentage" and not 0 <= value <= 1:
         raise ValueError(f"{wrong} in [0, 1]")

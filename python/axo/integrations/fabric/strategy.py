@@ -262,6 +262,7 @@ class AxoStrategy(ParallelStrategy):
         options: dict[str, Any] = {"timeout": self._timeout}
         if not torch.distributed.is_initialized():
             seconds = self._timeout.total_seconds()
+            os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
             store = launchers_store(rank, ranks, seconds)
             options["store"] = store_of_this_start(store, rank, ranks, seconds)
         _init_dist_connection(environment, "axo", rank, ranks, **options)

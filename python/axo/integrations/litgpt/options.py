@@ -10,6 +10,7 @@ import shlex
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
+from axo import check
 from axo.arrangement import arrangement_of
 from axo.grid import Grid
 
@@ -50,7 +51,7 @@ class Options:
     """The folder of the lower tier, for CPU ranks."""
     algorithm: str = "axonn"
     """How products are distributed: axonn, or on a grid with x = y tesseract or summa."""
-    timeout: float = 1800.0
+    operation_timeout: float = 1800.0
     """Seconds that the start of the ranks, and an operation between them, may take."""
     trust: bool = False
     """Let files of a checkpoint's folder run code: classes in a pickle, a prompt style, a chat template."""
@@ -142,6 +143,8 @@ def add_to(parser: Any) -> None:
     for each in fields(Options):
         if each.default is False:
             group.add_argument(name_of(each), action="store_true", help=told[each.name])
+        elif isinstance(each.default, float):
+            group.add_argument(name_of(each), type=float, default=each.default, help=told[each.name])
         else:
             number = each.name in _LEAST  # whose default depends on what else is said
             default = None if number or each.default is None else str(each.default)
@@ -158,11 +161,14 @@ def take_from(parsed: Any) -> Options:
     for each in fields(Options):
         value = parsed.pop(each.name)
         if value is not None:
-            said[each.name] = value if each.name in _LEAST or each.default is False else str(value)
+            plain = each.name in _LEAST or isinstance(each.default, (bool, float))
+            said[each.name] = value if plain else str(value)
     for name, least in _LEAST.items():
         if said.get(name, least) < least:
             option = name.replace("_", "-")
             raise ValueError(f"litgpt: --{option} {said[name]} is not a whole number of at least {least}")
+    if "operation_timeout" in said:
+        check.number("litgpt: --operation-timeout", said["operation_timeout"], above=0)
     if said.get("grid") == AUTO:
         said |= {"grid": None, "pipeline": said.get("pipeline", 0)}
     elif "grid" in said:

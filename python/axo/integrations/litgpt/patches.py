@@ -84,8 +84,9 @@ class LitGPTRun:
     def main(self, stock: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """The strategy must know the batch sizes, to go on from other data ranks; the limit of time is all ranks'."""
         options = inspect.signature(stock).bind(*args, **options).arguments
+        if "train" in options and self.module.__name__ == "litgpt.finetune.lora":  # LitGPT's other loops ignore it
+            self.max_time = options["train"].max_time or None
         if "train" in options:
-            self.max_time = options["train"].max_time
             options["train"] = self.strategy.train = replace(options["train"], max_time=None)
         return self.setup(stock, **options)
 

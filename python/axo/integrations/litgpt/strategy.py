@@ -109,7 +109,7 @@ def strategy_of(options: Options, **more: Any) -> LitGPTStrategy:
         cuts=cut.read(options.cuts or "even"),
         microbatches=options.microbatches or None,
         offload=None if options.offload == "none" else Offload.parse(options.offload, options.offload_dir or None),
-        timeout=timedelta(seconds=options.timeout),
+        timeout=timedelta(seconds=options.operation_timeout),
         **more,
     )
 
