@@ -95,7 +95,7 @@ def test_what_is_not_finite_stops_every_rank_with_one_message(folder, what):
     step = int(re.search(r"at step (\d+) of this start", outcome.message)[1])
     assert 1 < step < 6 and len(outcome.message.splitlines()) == 1
     assert what != "the loss" or "at step 4 of this start, first on rank 2 (z=1, data=0)" in outcome.message
-    assert "again" not in outcome.output and sorted(losses_of(folder, out)) == list(range(1, step))
+    assert "ranks again" not in outcome.output and sorted(losses_of(folder, out)) == list(range(1, step))
 
 
 BAD_DATA = """
@@ -119,7 +119,7 @@ def test_an_error_of_the_data_stops_every_rank_with_one_message(folder, monkeypa
     (folder / "modules" / "broken_text.py").write_text(BAD_DATA)
     monkeypatch.syspath_prepend(folder / "modules")
     outcome, _ = finish(folder, "broken", "--data", "broken_text.BrokenText", "--max-restarts", "2")
-    assert outcome.error == "RankFailed" and "again" not in outcome.output
+    assert outcome.error == "RankFailed" and "ranks again" not in outcome.output
     assert outcome.message.startswith("data: OSError: disk on fire (in __getitem__, broken_text.py:")
     assert sorted(losses_of(folder, "broken")) == [1, 2]
 
