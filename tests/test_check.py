@@ -41,15 +41,3 @@ def test_one_of():
         check.one_of("loss", "MES", ("mse", "ce"))
     with pytest.raises(ValueError, match=r"^loss=7 is not known; use one of 'mse', 'ce'$"):
         check.one_of("loss", 7, ("mse", "ce"))
-
-
-def test_a_file_that_can_be_written(tmp_path):
-    assert check.writable_file("trace", tmp_path / "new.json") == tmp_path / "new.json"
-    (tmp_path / "file").touch()
-    for path, said in (
-        (tmp_path, "is a folder"),
-        (tmp_path / "no" / "x", "does not exist"),
-        (tmp_path / "file" / "x", "not a folder"),
-    ):
-        with pytest.raises(ValueError, match=rf"^trace: .*{said}.*; (make|name) "):
-            check.writable_file("trace", path)

@@ -3,7 +3,6 @@
     whole_number("plan: gpus", 0, least=1)     plan: gpus=0 is not a whole number of at least 1
     number("clip", "x", above=0)               clip='x' is not a number above 0
     one_of("train: loss", "mes", ["mse"])      train: loss='mes' is not known; did you mean 'mse'?
-    writable_file("train: trace", path)        a result can be written there
 
 Each returns the value that it checked. ``what`` names the owner and the argument. What one place alone asks (sizes that
 divide, shapes that fit) is checked there.
@@ -14,9 +13,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from axo import files
@@ -87,26 +84,6 @@ def nearest(value: Any, allowed: Iterable[Any]) -> str:
     if close:
         return f"did you mean {by_lower[close[0]]!r}?"
     return f"use one of {', '.join(map(repr, allowed))}"
-
-
-def writable_file(what: str, path: str | os.PathLike[str]) -> Path:
-    """A path at which a file can be written: its folder exists, and it is no folder itself.
-
-    Args:
-        what: Owner and argument.
-        path: Where the file will stand.
-
-    Raises:
-        ValueError: Its folder does not exist or is a file, or it is a folder.
-    """
-    path = Path(path)
-    if path.parent.exists() and not path.parent.is_dir():
-        raise ValueError(f"{what}: {str(path.parent)!r} is a file, not a folder; name another file")
-    if not path.parent.is_dir():
-        raise ValueError(f"{what}: folder {str(path.parent)!r} does not exist; make it, or name another file")
-    if path.is_dir():
-        raise ValueError(f"{what}: {str(path)!r} is a folder; name a file in it")
-    return path
 
 
 def _range(least: float | None, most: float | None) -> str:
