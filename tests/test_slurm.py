@@ -84,6 +84,8 @@ def test_what_is_no_task_starts_its_own_ranks(variables):
 def test_variables_that_say_too_little():
     with pytest.raises(ValueError, match=r"7 tasks on 4 hosts .* give srun --ntasks-per-node"):
         slurm._of_torchrun({k: v for k, v in STEP.items() if k != "SLURM_STEP_TASKS_PER_NODE"})
+    with pytest.raises(ValueError, match=r"SLURM_NODEID='one' is not a whole number of at least 0; SLURM sets it"):
+        slurm._of_torchrun(STEP | {"SLURM_NODEID": "one"})
     with pytest.raises(ValueError, match=r"names no hosts .*; set MASTER_ADDR"):
         slurm._of_torchrun(STEP | {"SLURM_STEP_NODELIST": ""})
 

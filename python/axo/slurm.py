@@ -20,16 +20,10 @@ def adopt() -> None:
     made of the job's number.
 
     Raises:
-        ValueError: SLURM's variables do not say how many tasks there are on this host, or where the first is.
+        ValueError: SLURM's variables do not say how many tasks there are on this host, or where the first is, or
+            are no numbers.
     """
-    try:
-        variables = _of_torchrun(os.environ)
-    except ValueError as error:
-        if "SLURM" in str(error):
-            raise
-        numbers = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
-        raise ValueError(f"SLURM's variables are not understood ({error}): {numbers}") from None
-    for name, value in variables.items():
+    for name, value in _of_torchrun(os.environ).items():
         os.environ.setdefault(name, value)
 
 
@@ -39,7 +33,7 @@ def _of_torchrun(slurm: Mapping[str, str]) -> dict[str, str]:
     if "RANK" in slurm or "SLURM_PROCID" not in slurm or batch_script or tasks == "1":
         return {}
     hosts = slurm.get("SLURM_STEP_NUM_NODES") or slurm.get("SLURM_NNODES") or "1"
-    job, step = (int(slurm.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    job, step = (_number(slurm, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return {
         "RANK": slurm["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
@@ -56,16 +50,23 @@ def _tasks_of_host(slurm: Mapping[str, str], tasks: str, hosts: str) -> str:
         return tasks
     counts: list[str] = []
     for part in (slurm.get("SLURM_STEP_TASKS_PER_NODE") or slurm.get("SLURM_TASKS_PER_NODE") or "").split(","):
-        count, _, repeated = part.partition("(x")
-        counts += [count] * int(repeated.rstrip(")") or 1)
-    number = int(slurm.get("SLURM_NODEID", "0"))
-    if number < len(counts) and counts[number].isdecimal():
+        if (each := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)) is not None:
+            counts += [each[1]] * int(each[2] or 1)
+    number = _number(slurm, "SLURM_NODEID")
+    if number < len(counts):
         return counts[number]
-    if each := slurm.get("SLURM_NTASKS_PER_NODE"):
-        return each
+    if of_each := slurm.get("SLURM_NTASKS_PER_NODE"):
+        return of_each
     raise ValueError(
         f"SLURM starts {tasks} tasks on {hosts} hosts and does not say how many on each; give srun --ntasks-per-node"
     )
+
+
+def _number(slurm: Mapping[str, str], name: str) -> int:
+    text = slurm.get(name, "0")
+    if not text.isdecimal():
+        raise ValueError(f"{name}={text!r} is not a whole number of at least 0; SLURM sets it")
+    return int(text)
 
 
 def _first_host(slurm: Mapping[str, str]) -> str:

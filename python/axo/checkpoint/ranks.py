@@ -190,29 +190,26 @@ def on_all_ranks(
     agree(group, problem, **arguments)
 
 
-def agree(group: dist.ProcessGroup | None, problem: str, value: Any = None, **arguments: Any) -> Any:
+def agree(group: dist.ProcessGroup | None, problem: str, **arguments: Any) -> None:
     """Go on only if no rank has a problem ("" = none) and all were given the same arguments.
-
-    Returns:
-        Rank 0's ``value``.
 
     Raises:
         ValueError: Some rank has one, or was given another; the same message on every rank.
     """
-    told = share(group, (problem, arguments, value))
-    wrong = [(rank, text) for rank, (text, _, _) in enumerate(told) if text]
+    told = share(group, (problem, arguments))
+    wrong = [(rank, text) for rank, (text, _) in enumerate(told) if text]
     if wrong:
         rank, text = wrong[0]
         raise ValueError(text if len(wrong) == len(told) else f"rank {rank}: {text}")
     first = told[0][1]
-    for rank, (_, given, _) in enumerate(told):
+    for rank, (_, given) in enumerate(told):
         if given.keys() != first.keys():
             raise ValueError(
                 f"checkpoint: ranks made different calls: rank 0 one with {', '.join(first) or 'nothing'}, rank {rank}"
                 f" one with {', '.join(given) or 'nothing'}; every rank must make the same"
             )
     for name, expected in first.items():
-        others = {rank: given[name] for rank, (_, given, _) in enumerate(told) if given[name] != expected}
+        others = {rank: given[name] for rank, (_, given) in enumerate(told) if given[name] != expected}
         if others:
             listed = ", ".join(f"rank {rank} {other!r}" for rank, other in list(others.items())[:4])
             more = f" and {len(others) - 4} more ranks" if len(others) > 4 else ""
@@ -220,4 +217,3 @@ def agree(group: dist.ProcessGroup | None, problem: str, value: Any = None, **ar
                 f"checkpoint: ranks were given different values of {name}: rank 0 {expected!r}, {listed}{more}; every"
                 " rank must pass the same (take rank 0's where it depends on time or on what is in a folder)"
             )
-    return told[0][2]

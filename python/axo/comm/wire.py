@@ -78,12 +78,11 @@ def connect(meeting: Meeting, round_: str, identities: Sequence[str]) -> Connect
     addresses = [address for address, _ in told]
     address = addresses[rank] or _address_towards(addresses, who)
     key = hashlib.sha256(secret.of_job() + told[0][1].encode() + round_.encode()).digest()
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    wanted = [(p, _DATA) for p in range(size) if p != rank]
-    wanted += [(p, _PULSE) for p in _pulse_partners(rank, identities)]
+    wanted = {(p, _DATA) for p in range(size) if p != rank}
+    wanted |= {(p, _PULSE) for p in _pulse_partners(rank, identities)}
     at_once = _MOST_STRANGERS + sum(p > rank for p, _ in wanted)
     try:
-        listener = socket.create_server((address, 0), family=family, backlog=at_once)
+        listener = socket.create_server((address, 0), family=_family(address), backlog=at_once)
     except OSError as error:
         raise Error(f"{who}: {address} cannot be listened on: {error.strerror}; AXO_INTERFACE names another") from None
     with listener:
@@ -142,6 +141,10 @@ def _address_towards(addresses: Sequence[str], who: str) -> str:
     )
 
 
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 @dataclass
 class _Peers:
     """The connections of one rank while they are made, on a thread with an event loop of its own."""
@@ -150,7 +153,7 @@ class _Peers:
     key: bytes
     places: list[tuple[str, int]]
     listener: socket.socket
-    wanted: list[tuple[int, int]]
+    wanted: set[tuple[int, int]]
     at_once: int  # connections whose challenge is not answered yet; of more, the one that has waited longest goes
     connected: dict[tuple[int, int], socket.socket] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)  # why a rank is not reached, as tried last
@@ -214,7 +217,7 @@ class _Peers:
                 for task in tasks:
                     if task.done():
                         task.result()
-                if not self.missing() or loop.time() >= until:
+                if len(self.connected) == len(self.wanted) or loop.time() >= until:
                     self.tried.set()
         finally:
             for task in tasks:
@@ -262,10 +265,9 @@ class _Peers:
         """Connect to a rank that listens, again and again until it answers."""
         loop = asyncio.get_running_loop()
         address, port = self.places[peer]
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         pause = _RETRY_S
         while True:
-            connection = socket.socket(family, socket.SOCK_STREAM)
+            connection = socket.socket(_family(address), socket.SOCK_STREAM)
             connection.setblocking(False)
             with _closed_unless_kept(connection) as keep:
                 try:
