@@ -13,12 +13,13 @@ Units: seconds, tokens a second, flops of the whole step on all ranks. Model flo
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from litgpt.config import Config
@@ -27,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from axo import files
 from axo.checkpoint.folder import whole_file
+from axo.files import open_own
 from axo.perf.flops import narayanan
 from axo.train import models
 from axo.train.config import LOG_NAME, TrainConfig
@@ -58,9 +60,9 @@ class TrainLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = _lines_before(self.path, start)
         if kept:  # until they are on disk once more they stay where they are
-            with whole_file(self.path.resolve()) as unfinished:
+            with whole_file(self.path) as unfinished:
                 unfinished.write_text("".join(kept), encoding="utf-8")
-        self._file = open(self.path, "a" if kept else "w", encoding="utf-8")
+        self._file = _open(self.path, anew=not kept)
         assert model.padded_vocab_size is not None
         sizes = (config.batch_size, config.seq_len, model.n_layer, model.n_embd, model.padded_vocab_size)
         self._flops = [narayanan(*sizes, recompute=recompute) for recompute in (False, config.recompute)]
@@ -116,7 +118,7 @@ class TrainLog:
             if not self.path.exists():  # moved or removed, with the run's folder or alone
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file.close()
-                self._file = open(self.path, "a", encoding="utf-8")
+                self._file = _open(self.path, anew=False)
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         except OSError as error:
@@ -126,6 +128,18 @@ class TrainLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _open(path: Path, *, anew: bool) -> TextIO:
+    """A run's log, at its end; no link to a file elsewhere.
+
+    Raises:
+        ValueError: It is one.
+    """
+    descriptor = open_own(path)
+    if anew:
+        os.ftruncate(descriptor, 0)
+    return os.fdopen(descriptor, "a", encoding="utf-8")
 
 
 def _lines_before(path: Path, start: int) -> list[str]:

@@ -56,6 +56,7 @@ def draw(
     figure.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
     top.set_title(subtitle, loc="left", fontsize=10, color=_MUTED)
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # a link there is not followed
     figure.savefig(path)
 
 
