@@ -181,6 +181,24 @@ def test_gradients_of_accumulated_steps_equal_serial(grid, names, config, option
     run_ranks(schedules_on, 2 * axo.Grid.parse(grid).world_size, grid, 2, names, config, options, timeout=120)
 
 
+def whole_gradient_of_a_table():
+    """What somebody has put into ``.grad`` is whole; ZeRO-2 keeps rows, and adds up those of it."""
+    dist.init_process_group("axo")
+    comms = axo.connect("1x1x1x2", pipeline=2)
+    expected, _ = serial_gradients(FOUR, True)
+    model, schedule = build(comms, "1f1b", FOUR, tie=True, zero=2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    accumulate(comms, schedule)
+    compare(comms, model, {name: grad + 1 for name, grad in expected.items()}, "gradients of ones before")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if "lm_head" in name}
+    assert all(shape[0] > 64 for shape in shapes.values()), f"a table that is left cut: {shapes}"
+
+
+def test_a_whole_gradient_of_a_table_that_two_stages_hold():
+    run_ranks(whole_gradient_of_a_table, 4, timeout=120)
+
+
 def test_each_stage_may_be_a_host_of_its_own():
     hosts = {"ranks_per_host": 2}
     run_ranks(schedules_on, 4, "2x1x1x1", 2, ["1f1b", "zbv"], FOUR, {}, timeout=120, hosts=hosts)
