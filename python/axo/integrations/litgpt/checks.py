@@ -129,6 +129,9 @@ def _check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
     named = isinstance(resume, str | Path) and str(resume) != "auto"
     how = "name a lit_model.pth, or say --resume auto"
     _refuse({f"--resume {resume} does not exist; {how}": named and not os.path.exists(resume)})
+    if "checkpoint_dir" in options and folder.is_dir():
+        lacks = f"checkpoint_dir {folder} holds no lit_model.pth; name a folder that litgpt download has written"
+        _refuse({f"{lacks}, convert_to_litgpt or training": not (folder / "lit_model.pth").exists()})
     if not reads_sharded:
         refuse_sharded(options.checkpoint_dir)
 
