@@ -355,6 +355,8 @@ REFUSED = {
     "finetune_lora . --data JSON --data.json_path number.json": "number.json: '3' is no record such as",
     "finetune_lora . --data JSON --data.json_path key.json": "key.json: \"{'instruction': ''}\" is no record such as",
     "finetune_lora . --data JSON --data.json_path null.json": 'is no record such as {"instruction": ...',
+    "finetune_lora . --data JSON --data.json_path one.json --data.prompt_style alpacca": "--data.prompt_style='alpacca'"
+    " is not known; did you mean 'alpaca'?",
     "finetune_lora . --data litgpt.data.JSON --data.json_path lines.jsonl": "lines.jsonl: \"{'x': 1}\" is no record",
     "convert_from_litgpt sharded out": "sharded holds a sharded checkpoint; make it whole: axo consolidate sharded",
     "convert_pretrained_checkpoint --checkpoint_dir=sharded out": "sharded holds a sharded checkpoint; make it whole",
