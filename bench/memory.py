@@ -174,6 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
                 file.write(json.dumps(line) + "\n")
                 lines.append(line)
             file.flush()
+            print(f"{len(wanted) - len(left)} of {len(wanted)} cases are measured", flush=True)
     if left:
         print(f"{len(left)} of {len(wanted)} cases are not measured yet; run the same command again")
     return report(lines)

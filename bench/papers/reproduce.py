@@ -307,7 +307,7 @@ CANNOT: tuple[str, ...] = (
     "The drop at 32,768 GCDs in full: no congestion that grows with the machine is modelled, and this row is too high.",
     "640B on frontier, and the first paper's exposed communication on 1,024 GCDs (ZeRO-3's too): the predictions are"
     " far too fast, and nothing in the text says what slowed these runs; two mechanisms that could, each fitted on one"
-    " row, take away from rows that were right (docs/planner.md).",
+    " row, take away from rows that were right (docs/notes/planner.md).",
     "The 5B row of perlmutter: it lies below its neighbours, against the papers' own curve.",
     "Run-to-run variation on perlmutter and alps, which the paper notes itself.",
 )

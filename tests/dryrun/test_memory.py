@@ -55,7 +55,7 @@ def test_a_plan_that_fits_does() -> None:
             assert held.fits(on) == fits, case
 
 
-REAL = [  # plans of docs/planner.md, with at most two of their micro-batches: more need no more memory
+REAL = [  # plans of docs/notes/planner.md, with at most two of their micro-batches: more need no more memory
     {"model": "Llama-2-7b-hf", "grid": "1x1x8x1", "batch_size": 32, "accumulate": 2, "gather_cache": "43"},
     {"model": "Llama-3-70B", "grid": "1x1x64x1", "batch_size": 512, "accumulate": 2, "recompute": True},
     {"model": "Llama-3-70B", "grid": "2x1x32x1", "batch_size": 64, "accumulate": 2, "recompute": True,

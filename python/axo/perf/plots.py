@@ -31,6 +31,8 @@ _PARTS = {
     **{f"waiting for {axis}": COLORS[axis] for axis in AXES},
 }
 _PHASES = {"forward": "#3b6fb6", "backward": "#e08a3c", "product": "#5fc3d0", "dI": "#9a9a2e", "dW": "#8c5a44"}
+_LEGEND = {colour: phase for phase, colour in _PHASES.items()} | {"": "waiting"}
+_LEGEND |= {_PHASES["dI"]: "dI: gradients of inputs", _PHASES["dW"]: "dW: of weights"}
 _ACTIONS = {FORWARD: ("#3b6fb6", "#8fb3e0"), BACKWARD: ("#e08a3c", "#f2c08f"), INPUT: ("#5f9e6e", "#a8d3b2"),
             WEIGHT: ("#8c5a44", "#c39a87")}  # fmt: skip
 _MOST_BARS = 2000  # drawn one by one
@@ -91,29 +93,36 @@ def bars(names: list[str], parts: dict[str, list[float]]) -> Any:
 
 
 def timeline(spans: list[Span], title: str = "") -> bytes:
-    """Return one rank's step as a PNG: a lane for each stream that has something in it, waits hatched."""
+    """Return one rank's step as a PNG: a lane for each stream that has something in it, waits hatched; s, or ms."""
     lanes = [stream for stream in STREAMS if any(span.stream == stream for span in spans)]
     first = min((span.start for span in spans), default=0.0)
-    total = 1e3 * (max((span.end for span in spans), default=0.0) - first) or 1.0
-    figure, axes = new_figure(10, 0.6 * len(lanes) + 1.4)
+    seconds = max((span.end for span in spans), default=0.0) - first
+    scale, unit = (1, "s") if seconds >= 2 else (1e3, "ms")
+    total, named = scale * seconds or 1.0, set[str]()
+    figure, axes = new_figure(10, 0.6 * len(lanes) + 1.7)
     for lane, stream in enumerate(lanes):
         bars: dict[str, list[tuple[float, float]]] = {}  # by colour; "": waits
         for span in sorted((span for span in spans if span.stream == stream), key=lambda span: span.start):
             colour = "" if span.waits else _PHASES.get(span.name.rpartition(" ")[2], COLORS.get(stream, "#9aa3ad"))
-            bars.setdefault(colour, []).append((1e3 * (span.start - first), 1e3 * (span.end - span.start)))
+            bars.setdefault(colour, []).append((scale * (span.start - first), scale * (span.end - span.start)))
         for colour, of_colour in bars.items():
+            label = _LEGEND.get(colour) if colour not in named else None
+            named.add(colour)
             axes.broken_barh(
                 _merge(of_colour, total) if len(spans) > _MOST_BARS else of_colour,
                 (lane - 0.4, 0.8),
                 facecolors=colour or "none",
                 edgecolor="white" if colour else "black",
                 hatch=None if colour else "////",
+                label=label,
                 linewidth=0.3 if len(spans) <= _MOST_BARS else 0,
             )
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
-    axes.set(xlabel="ms", xlim=(0, total))
+    axes.set(xlabel=unit, xlim=(0, total))
     axes.set_title(title, fontsize=10, loc="left")
+    if named & set(_LEGEND):
+        figure.legend(fontsize=8, ncols=6, loc="outside lower center")
     return png(figure)
 
 

@@ -101,13 +101,13 @@ def _from_file(path: Path, seq_length: int | None) -> Workload:
 
 def _from_litgpt_name(name: str, seq_length: int | None) -> Workload:
     if importlib.util.find_spec("litgpt") is None:
-        near = _nearest(name, known())
+        near = nearest(name, known())
         raise ValueError(
             f"model {name!r} is not known{near}; {_USE} (LitGPT is not installed: pip install 'axo[litgpt]')"
         )
     fields = litgpt_fields(name)
     if fields is None:
-        near = _nearest(name, [*known(), *litgpt_module("litgpt.config").name_to_config])
+        near = nearest(name, [*known(), *litgpt_module("litgpt.config").name_to_config])
         raise ValueError(f"model {name!r} is not known{near}; {_USE}")
     config = litgpt_module("litgpt.config").Config(**fields)
     return replace(from_litgpt(vars(config), seq_length=seq_length), trained_as=str(fields["name"]))
@@ -126,7 +126,8 @@ def litgpt_fields(name: str) -> dict[str, Any] | None:
     return None
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The middle of a sentence that refuses a model: up to four names that may have been meant; empty: none is near."""
     by_lower = {each.lower(): each for each in names}
     near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), by_lower, n=4, cutoff=0.4)
     return f"; the nearest are {', '.join(by_lower[match] for match in near)}" if near else ""

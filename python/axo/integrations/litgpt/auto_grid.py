@@ -113,7 +113,9 @@ def model_fields(options: Any) -> dict[str, Any] | None:
         ValueError: LitGPT has no model of that name (it would print its list and end as if all were well), or the file
             is no configuration.
     """
-    from litgpt.config import Config
+    from litgpt.config import Config, name_to_config
+
+    from axo.perf.readers import nearest
 
     if "checkpoint_dir" in options:
         file = folder_of(options.checkpoint_dir) / "model_config.yaml"
@@ -129,6 +131,8 @@ def model_fields(options: Any) -> dict[str, Any] | None:
     try:
         return None if name == "list" else vars(Config.from_name(name))
     except ValueError:
+        near = nearest(name, name_to_config)
         raise ValueError(
-            f"litgpt: there is no model {name!r}; litgpt pretrain list names all, --model_config takes one of your own"
+            f"litgpt: there is no model {name!r}{near}; litgpt pretrain list names all, --model_config takes one of"
+            " your own"
         ) from None
