@@ -114,7 +114,7 @@ class Runs(Tier):
     """Blocks that are kept for good, cut out of few large ones: a process can map some 65,000 files.
 
     Args:
-        tier: Gives the large ones: a quarter of what has been cut so far, at most RUN bytes.
+        tier: Gives the large ones: as much as has been cut so far, at most RUN bytes.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -126,7 +126,7 @@ class Runs(Tier):
     def block(self, size: int) -> torch.Tensor:
         room = -(-size // PAGE) * PAGE
         if room > self._left.numel():
-            self._left = self._tier.block(self._tier.granted(max(room, min(self._cut // 4, RUN))))
+            self._left = self._tier.block(self._tier.granted(max(room, min(self._cut, RUN))))
         block, self._left = self._left[:size], self._left[room:]
         self._cut += room
         return block
