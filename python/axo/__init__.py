@@ -62,6 +62,7 @@ _PUBLIC = {
 _MODULES = (
     "grid",
     "nn",
+    "optim",
     "overlap",
     "offload",
     "perf",
