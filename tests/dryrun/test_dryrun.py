@@ -46,7 +46,6 @@ CASES = [
     config("1x2x2x2", zero=2, overlap="oar"),
     config("2x2x2x1", algorithm="tesseract"),
     config("2x1x2x1", pipeline=2, microbatches=4),
-    config("2x1x2x2", optimizer="muon", zero=1),
 ]
 Issues = list[tuple[str, str, int]]  # operation, axis, bytes
 

@@ -7,6 +7,7 @@ standing for float32; where products round alike the results are the same bits. 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -293,7 +294,13 @@ def test_what_is_no_matrix_is_one_error() -> None:
     vector = nn.Parameter(torch.ones(8))
     with pytest.raises(ValueError, match=r"shape \(8,\) is no matrix; .* use_muon=False"):
         axo.optim.Muon([nn.Parameter(torch.ones(8, 8)), vector])
-    axo.optim.Muon([{"params": [vector], "use_muon": False}])
+    adamw = axo.optim.Muon([{"params": [vector], "use_muon": False}])
+    vector.grad = torch.ones(8)
+    copied = copy.deepcopy(adamw)
+    copied.param_groups[0]["params"][0].grad = torch.ones(8)
+    for optimizer in (adamw, copied):
+        optimizer.step()
+        assert torch.allclose(optimizer.param_groups[0]["params"][0], torch.full((8,), 1 - 1e-3 * (1 + 0.1)))
     for option, value in (("method", "gatherd"), ("ns_steps", 0), ("lr", -1.0), ("adjust_lr_fn", "rms"), ("memory", 0)):
         with pytest.raises(ValueError, match=f"Muon: {option}="):
             axo.optim.Muon([nn.Parameter(torch.ones(8, 8))], **{option: value})

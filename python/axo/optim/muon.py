@@ -26,6 +26,7 @@ training" (``match_rms_adamw``; owners). Not here: parameters of more dims, whic
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -127,6 +128,10 @@ class Muon(Optimizer):
                     " hidden layer to AdamW, in a group with use_muon=False (axo.optim.muon_groups(model) makes the"
                     " groups)"
                 )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the same options; torch's own leaves out what it does not know."""
+        return super().__getstate__() | {"_matrix_updates": copy.deepcopy(self._matrix_updates)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -354,6 +359,9 @@ class _MatrixUpdates:
     def __init__(self, dtype: torch.dtype, method: str, memory: int, flops_per_byte: float) -> None:
         self.dtype, self.method, self.memory, self.flops_per_byte = dtype, method, memory, flops_per_byte
         self._cheapest: dict[tuple[Any, ...], str] = {}  # by number of steps and placements: counting takes a while
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _MatrixUpdates:
+        return _MatrixUpdates(self.dtype, self.method, self.memory, self.flops_per_byte)
 
     def update(self, matrices: list[_Matrix]) -> None:
         """Take the step of all matrices."""
