@@ -63,6 +63,7 @@ _PUBLIC = {
 _MODULES = (
     "grid",
     "nn",
+    "optim",
     "overlap",
     "offload",
     "perf",

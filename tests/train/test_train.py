@@ -98,6 +98,11 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
         ({"tokenizer": "/nowhere/tokenizer.json"}, r"tokenizer: /nowhere/tokenizer.json does not exist"),
         ({"recompute": True, "recompute_keeps": "all"}, r"recompute-keeps='all' is not one of nothing, products"),
         ({"recompute_keeps": "products"}, r"recompute-keeps=products says what --recompute keeps; say that too"),
+        ({"optimizer": "lion"}, r"train: optimizer='lion' is not one of adamw, muon"),
+        (
+            {"optimizer": "muon", "offload": "optimizer"},
+            r"AdamW's state on the lower tier, and optimizer=muon; use adam",
+        ),
         ({"offload": "gradients"}, r"train: offload='gradients': 'gradients' is not known; use none, or a list of"),
         ({"offload": "activations=3"}, r"offload='activations=3' asks for 3 blocks, and the model has 2; use activ"),
         ({"offload_dir": "x"}, r"offload-dir=x without offload; say what goes there"),

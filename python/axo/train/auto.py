@@ -51,6 +51,8 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
         raise ValueError(
             f"train: grid=auto plans {', '.join(_PLANNED)}, not precision={config.precision!r}; name a grid"
         )
+    if config.optimizer != "adamw":
+        raise ValueError(f"train: grid=auto plans AdamW; with optimizer={config.optimizer} name a grid")
     if config.offload not in ("none", "optimizer"):
         raise ValueError(
             f"train: grid=auto plans an offload of the optimizer alone; with offload={config.offload} name a grid"

@@ -79,6 +79,18 @@ def test_the_vocabulary_parallel_loss_equals_stock_litgpt(folder, serial):
     assert distance(state["model"], serial[2]["model"]) < 1e-5
 
 
+@pytest.mark.parametrize(("grid", "stages"), [("2x2x1x1", 1), ("1x1x2x1", 2)])
+def test_muon_equals_stock_litgpt_with_torchs_pair(folder, grid, stages):
+    """Oracle: stock LitGPT with an optimizer that steps torch's own Muon and AdamW."""
+    muon = {"init_args": {"lr": 1e-3, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}}
+    pair = {"class_path": "tests.integrations.trainer.MuonAndAdamW"} | muon
+    stock = run(folder, f"stock-muon-{stages}", optimizer=pair, steps=5)
+    muon |= {"class_path": "axo.optim.Muon"}
+    losses, sums, state = run(folder, f"muon-{stages}", grid, pipeline=stages, optimizer=muon, steps=5)
+    assert losses == pytest.approx(stock[0], abs=1e-4) and sums == stock[1]
+    assert distance(state["model"], stock[2]["model"]) < 1e-3  # what travels, and the products, are in bf16
+
+
 @pytest.mark.parametrize(
     ("grid", "stages"), [("2x1x2x1", 1), ("1x1x2x1", 2), pytest.param("2x2x1x1", 1, marks=pytest.mark.soak)]
 )
