@@ -14,8 +14,8 @@ import yaml
 
 from axo.grid import Grid
 from axo.perf import machine, model, planner, readers
-from axo.perf.layer_time import RunOptions
 from axo.perf.planner import DAY, GridPlan, Request
+from axo.perf.run_options import RunOptions
 from axo.perf.workload import Workload
 
 from . import calibrate, equations, figures
@@ -165,9 +165,9 @@ def rankings() -> Group:
 def measured_steps() -> tuple[dict[Grid, float], Workload, machine.Machine, RunOptions]:
     """Seconds of a step by grid (``grids.yaml``); the model, the machine on which it ran, and how the steps ran."""
     numbers = yaml.safe_load((HERE / "grids.yaml").read_text())
-    run = RunOptions(numbers["sequences"] * numbers["length"], itemsize=4, cached_gathers=1.0)
+    run = RunOptions(numbers["sequences"] * numbers["length"], itemsize=4, cached_gathers=1.0, recompute="none")
     seconds = {Grid.parse(grid): float(value) for grid, value in numbers["seconds"].items()}
-    workload = readers.from_litgpt(numbers["config"], seq_length=numbers["length"]).with_checkpointing(False)
+    workload = readers.from_litgpt(numbers["config"], seq_length=numbers["length"])
     return seconds, workload, machine.load(str(HERE / "machine.yaml")), run
 
 

@@ -99,10 +99,10 @@ def test_every_row_ends_with_the_command_that_runs_it(made: planner.GridPlan, mo
         assert found.exit_code == 0, found.output
         config = configs.pop()
         assert (config.model, config.grid, config.batch_size, config.seq_len) == ("pythia-14m", one.grid, 16, 128)
-        assert (config.recompute, config.zero) == (one.recompute, one.run.zero)
+        assert (config.recompute, config.zero) == (one.run.recompute != "none", one.run.zero)
         assert config.accumulate == one.run.micro_batches
         assert config.gather_cache == gather_cache(workload, one.run.cached_gathers) and config.offload == "none"
-    words = command_line(searched, replace(one, run=replace(one.run, offload=True))).split()
+    words = command_line(searched, replace(one, run=one.run._replace(offload=True))).split()
     words = [word.replace("DATA", __file__) for word in words[words.index("axo") + 1 :]]
     assert CliRunner().invoke(cli.app, words).exit_code == 0 and configs.pop().offload == "optimizer"
 

@@ -26,7 +26,7 @@ from axo.overlap import record
 from axo.overlap.events import TracedWork
 from axo.overlap.weight_phase import WeightPhase
 from axo.perf import machine
-from axo.perf.layer_time import RunOptions
+from axo.perf.run_options import RunOptions
 from axo.perf.stages import StageTimes
 from axo.pipeline.cut import workload_of
 from tests.gpt import LLAMA, NEOX

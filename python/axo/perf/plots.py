@@ -38,43 +38,38 @@ _ACTIONS = {FORWARD: ("#3b6fb6", "#8fb3e0"), BACKWARD: ("#e08a3c", "#f2c08f"), I
 _MOST_BARS = 2000  # drawn one by one
 
 
-def plan_plots(made: GridPlan, simulation: Simulation | None = None) -> dict[str, bytes]:
+def plan_plots(plan: GridPlan, simulation: Simulation | None = None) -> dict[str, bytes]:
     """Return the plots of a plan: rank against time, stacked breakdown; the streams of a simulated step."""
     plots = {
-        "Step time of every grid, best first": png(_ranking(made)),
-        "Where the time goes, best grids": png(_breakdown(made)),
+        "Step time of every grid, best first": png(_ranking(plan)),
+        "Where the time goes, best grids": png(_breakdown(plan)),
     }
     if simulation is not None:
         plots["One simulated step"] = timeline(simulation.spans)
     return plots
 
 
-def _ranking(made: GridPlan) -> Any:
+def _ranking(plan: GridPlan) -> Any:
     figure, axes = new_figure(8.5, 3.8)
-    times = [candidate.time.total for candidate in made.ranked if candidate.time]
+    times = [candidate.seconds for candidate in plan.ranked]
     axes.plot(range(1, len(times) + 1), times, ".", ms=4, color=COLORS["products"])
     axes.set(xlabel="rank of the grid", ylabel="predicted step time, s", yscale="log", xlim=(0, len(times) + 1))
     plain_log(axes.yaxis)
-    for number, candidate in enumerate(made.ranked[:1], 1):
-        axes.annotate(
-            f"{candidate.grid}, {times[0]:.2f} s",
-            (number, times[0]),
-            xytext=(14, 70),
-            textcoords="offset points",
-            arrowprops={"arrowstyle": "->", "color": "#566173"},
-        )
-    axes.set_title(f"{len(times)} grids fit, {len(made.left_out)} do not", fontsize=10)
+    label, arrow = f"{plan.best.grid}, {times[0]:.2f} s", {"arrowstyle": "->", "color": "#566173"}
+    axes.annotate(label, (1, times[0]), xytext=(14, 70), textcoords="offset points", arrowprops=arrow)
+    axes.set_title(f"{len(times)} grids fit, {len(plan.left_out)} do not", fontsize=10)
     return figure
 
 
-def _breakdown(made: GridPlan) -> Any:
-    best = made.ranked[:15]
+def _breakdown(plan: GridPlan) -> Any:
+    best = plan.ranked[:15]
     times = [candidate.time for candidate in best if candidate.time]
-    parts = {"products": [time.compute for time in times]}
-    parts["products slowed by hidden communication"] = [time.contention for time in times]
-    parts |= {f"waiting for {axis}": [time.exposed[axis] for time in times] for axis in AXES}
-    parts["optimizer"] = [time.optimizer for time in times]
-    return bars([str(candidate.grid) for candidate in best], parts)
+    return bars([str(candidate.grid) for candidate in best], {
+        "products": [time.compute for time in times],
+        "products slowed by hidden communication": [time.contention for time in times],
+        **{f"waiting for {axis}": [time.exposed[axis] for time in times] for axis in AXES},
+        "optimizer": [time.optimizer for time in times],
+    })  # fmt: skip
 
 
 def bars(names: list[str], parts: dict[str, list[float]]) -> Any:
@@ -137,17 +132,17 @@ def _merge(spans: list[tuple[float, float]], total: float) -> list[tuple[float, 
     return [(start, max(end - start, total / 2000)) for start, end in merged]
 
 
-def pipeline_timeline(found: Timeline, title: str = "") -> bytes:
+def pipeline_timeline(timeline: Timeline, title: str = "") -> bytes:
     """Return a pipeline's step as a PNG: ranks down, time across, the number of the micro-batch in each action.
 
     Lighter shades are later stages of the same rank.
     """
-    total = found.seconds or 1.0
-    figure, axes = new_figure(12, 0.5 * found.ranks + 1.6)
+    total = timeline.seconds or 1.0
+    figure, axes = new_figure(12, 0.5 * timeline.ranks + 1.6)
     axes.grid(False)
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for one in found.ran:
-        colour, seconds = _ACTIONS[one.action.kind][one.action.stage >= found.ranks], one.end - one.start
+    for one in timeline.ran:
+        colour, seconds = _ACTIONS[one.action.kind][one.action.stage >= timeline.ranks], one.end - one.start
         bars.setdefault((one.rank, colour), []).append((one.start, seconds))
         if 12 * 130 / total * seconds > 14:  # pixels, about
             axes.text(
@@ -156,13 +151,13 @@ def pipeline_timeline(found: Timeline, title: str = "") -> bytes:
     for (rank, colour), of_rank in bars.items():
         axes.broken_barh(of_rank, (rank - 0.45, 0.9), facecolors=colour, edgecolor="white", linewidth=0.4)
     names = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward: inputs", WEIGHT: "backward: weights"}
-    for kind in dict.fromkeys(one.action.kind for one in found.ran):
+    for kind in dict.fromkeys(one.action.kind for one in timeline.ran):
         axes.broken_barh([], (0, 0), facecolors=_ACTIONS[kind][0], label=names[kind])
-    axes.set_yticks(range(found.ranks), [f"rank {rank}" for rank in range(found.ranks)])
+    axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
     axes.invert_yaxis()
     axes.set(xlabel="s", xlim=(0, total))
     axes.set_title(title, fontsize=10, loc="left")
-    axes.legend(fontsize=8, ncols=4, loc="upper right", bbox_to_anchor=(1, 1 + 0.75 / (0.5 * found.ranks)))
+    axes.legend(fontsize=8, ncols=4, loc="upper right", bbox_to_anchor=(1, 1 + 0.75 / (0.5 * timeline.ranks)))
     return png(figure)
 
 

@@ -53,7 +53,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
     if config is None:
         raise ValueError("litgpt: --grid auto wants a model: a name of LitGPT's, or a folder with a model_config.yaml")
     length = train.max_seq_length or config["block_size"]
-    workload = readers.from_litgpt(config, seq_length=length).with_checkpointing(False)
+    workload = readers.from_litgpt(config, seq_length=length)
     alone = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # what stages cannot do, see checks._check_values
     if asked.offload not in ("none", "optimizer"):
         raise ValueError(
@@ -65,6 +65,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
         ranks,
         train.global_batch_size * workload.seq_length,
         gather="keep",
+        recompute="none",
         offload=asked.offload == "optimizer",
         pipeline=(asked.pipeline,) if asked.pipeline else (1,) if alone else stage_counts(ranks),
         schedules=schedules_for(asked.schedule, asked.pipeline, asked.cuts),
