@@ -25,14 +25,14 @@ from axo.placement import Placement, local_ranges
 from axo.sharding import unshard
 
 Key = TypeVar("Key", bound=Hashable)
-Shape = tuple[int, ...]
+Extent = tuple[int, ...]
 
 
 class Box(NamedTuple):
     """``size`` elements in each dim, from ``offset`` on."""
 
-    offset: Shape
-    size: Shape
+    offset: Extent
+    size: Extent
 
     def within(self, outer: Box, tensor: torch.Tensor) -> torch.Tensor:
         """These elements, as a view of ``tensor``, which holds those of ``outer``."""
@@ -72,7 +72,7 @@ def assign(of_ranks: Sequence[dict[Key, int]]) -> dict[Key, int]:
 
 
 def boxes_of(
-    shape: Shape, placement: Placement | None, grid: Grid | None = None, coords: Coords | None = None
+    shape: Extent, placement: Placement | None, grid: Grid | None = None, coords: Coords | None = None
 ) -> dict[Box, tuple[slice, ...]]:
     """The boxes of a tensor that a rank holds, and where each lies in the rank's own part.
 
@@ -107,7 +107,7 @@ class Parts:
 
     def __init__(self, local: torch.Tensor, placement: Placement | None = None) -> None:
         self.local, self.placement = local.detach(), placement
-        self.shape: Shape = tuple(local.shape if placement is None else placement.global_shape)
+        self.shape: Extent = tuple(local.shape if placement is None else placement.global_shape)
         self.boxes = boxes_of(self.shape, placement)
 
     def whole(self) -> torch.Tensor:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from axo import files
 from axo.checkpoint import checksum
 from axo.checkpoint import folder as folders
-from axo.checkpoint.boxes import Box, Shape
+from axo.checkpoint.boxes import Box, Extent
 
 _MOST = 1 << 63
 _MOST_BYTES = 1 << 30  # of the file: of some six million chunks
@@ -56,7 +56,7 @@ _TUPLES = set(b"t\x85\x86\x87")
 _STOP, _MEMOIZE, _GET = ord("."), 0x94, set(b"hj")
 
 
-class Piece(NamedTuple):
+class FileBytes(NamedTuple):
     """Bytes of a file of the checkpoint: what ``torch.save`` wrote of one chunk, or of one value.
 
     Attributes:
@@ -74,11 +74,11 @@ class StoredTensor(NamedTuple):
     """A tensor of a checkpoint, and where its chunks lie."""
 
     dtype: torch.dtype
-    shape: Shape
-    chunks: dict[Box, Piece]
+    shape: Extent
+    chunks: dict[Box, FileBytes]
 
 
-Contents = dict[str, StoredTensor | Piece]  # entry -> a tensor, or the piece of what is none
+Contents = dict[str, StoredTensor | FileBytes]  # entry -> a tensor, or the piece of what is none
 
 
 def write(path: Path, contents: Contents) -> str:
@@ -90,7 +90,7 @@ def write(path: Path, contents: Contents) -> str:
     described: dict[str, Any] = {}
     stored: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for name, entry in contents.items():
-        if isinstance(entry, Piece):
+        if isinstance(entry, FileBytes):
             described[name], places = dcp.BytesStorageMetadata(), {dcp.MetadataIndex(name): entry}
         else:
             chunks = [dcp.ChunkStorageMetadata(*map(torch.Size, box)) for box in entry.chunks]
@@ -239,7 +239,7 @@ def _count(value: Any, what: str) -> int:
     return _expect(type(value) is int and 0 <= value < _MOST, value, what)
 
 
-def _shape(value: Any, what: str) -> Shape:
+def _shape(value: Any, what: str) -> Extent:
     fits = isinstance(value, torch.Size) and all(type(each) is int and 0 <= each < _MOST for each in value)
     return tuple(_expect(fits, value, what))
 
@@ -249,7 +249,7 @@ def _taken_over(record: Any) -> Contents:
     described: Any = fields.get("state_dict_metadata")
     stored: Any = fields.get("storage_data")
     _expect(isinstance(described, dict), described, "state_dict_metadata")
-    pieces: dict[str, dict[Shape | None, Piece]] = {
+    pieces: dict[str, dict[Extent | None, FileBytes]] = {
         _expect(isinstance(name, str), name, "the name of an entry"): {} for name in described
     }
     for key, info in _expect(isinstance(stored, dict), stored, "storage_data").items():
@@ -267,7 +267,7 @@ def _taken_over(record: Any) -> Contents:
     }
 
 
-def _piece(name: str, place: Mapping[str, Any]) -> Piece:
+def _piece(name: str, place: Mapping[str, Any]) -> FileBytes:
     file, checked = place.get("relative_path"), place.get("checked")
     if not isinstance(file, str) or not files.is_confined(file):
         _damaged(f"a part of {name} lies in {files.shown(file)}, which is no file of the folder")
@@ -275,22 +275,22 @@ def _piece(name: str, place: Mapping[str, Any]) -> Piece:
         _damaged(f"a part of {name} is transformed, which Axo does not read")
     start, length = _count(place.get("offset"), f"the place of {name}"), _count(place.get("length"), "a length")
     if checked is None:
-        return Piece(file, start, length, None)
+        return FileBytes(file, start, length, None)
     fits = isinstance(checked, tuple) and len(checked) == 3 and isinstance(checked[2], str)
     _expect(fits, checked, f"the checksum of {name}")
     position, size = _count(checked[0], f"the place of {name}"), _count(checked[1], f"the bytes of {name}")
     if not start <= position <= position + size <= start + length:
         _damaged(f"the bytes of {name} lie outside of its part")
-    return Piece(file, start, length, checked)
+    return FileBytes(file, start, length, checked)
 
 
-def _placed(name: str, offset: Shape | None, pieces: Mapping[Shape | None, Piece]) -> Piece:
+def _placed(name: str, offset: Extent | None, pieces: Mapping[Extent | None, FileBytes]) -> FileBytes:
     if offset not in pieces:
         _damaged(f"it does not say where {name} lies")
     return pieces[offset]
 
 
-def _tensor(name: str, fields: Mapping[str, Any], pieces: Mapping[Shape | None, Piece]) -> StoredTensor:
+def _tensor(name: str, fields: Mapping[str, Any], pieces: Mapping[Extent | None, FileBytes]) -> StoredTensor:
     properties = fields.get("properties")
     state = properties.state if isinstance(properties, _Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
@@ -308,7 +308,7 @@ def _tensor(name: str, fields: Mapping[str, Any], pieces: Mapping[Shape | None, 
     return StoredTensor(dtype, shape, {box: _placed(name, box.offset, pieces) for box in boxes})
 
 
-def _tile(shape: Shape, boxes: Sequence[Box], dim: int) -> bool:
+def _tile(shape: Extent, boxes: Sequence[Box], dim: int) -> bool:
     """Whether boxes fill a tensor from ``dim`` on, each element once.
 
     They must do so slab by slab, as what is split dim by dim does: the ranges in ``dim`` follow each other without a
@@ -331,7 +331,7 @@ def _check_pieces(path: Path, contents: Contents, follow: bool) -> None:
     """Compare what is described with the files of the folder."""
     of_file: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for name, entry in contents.items():
-        for piece in (entry,) if isinstance(entry, Piece) else entry.chunks.values():
+        for piece in (entry,) if isinstance(entry, FileBytes) else entry.chunks.values():
             of_file[piece.file].append((piece.start, piece.start + piece.length, name))
     for file, parts in sorted(of_file.items()):
         size, end = _size_of(path / file, file, follow), max(end for _, end, _ in parts)
@@ -341,7 +341,7 @@ def _check_pieces(path: Path, contents: Contents, follow: bool) -> None:
         if size < end:
             raise _Damaged(f"damaged: {file} has {size} bytes, not {end}")
     for name, entry in contents.items():
-        if isinstance(entry, Piece):
+        if isinstance(entry, FileBytes):
             if entry.checked is not None and entry.checked[:2] != (entry.start, entry.length):
                 _damaged(f"the bytes of {name} are not its part")
             continue

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from axo.checkpoint import checksum, state
-from axo.checkpoint.metadata import Piece
+from axo.checkpoint.metadata import FileBytes
 
 HOT = 1 << 20  # bytes that are hashed at once: a core's own cache still holds most of them
 
 
-def write(path: Path, values: Iterable[Any]) -> list[Piece]:
+def write(path: Path, values: Iterable[Any]) -> list[FileBytes]:
     """Write tensors and plain values as one file, synced. Returns where each is.
 
     Raises:
@@ -36,14 +36,14 @@ def write(path: Path, values: Iterable[Any]) -> list[Piece]:
     return pieces
 
 
-def _write(file: BinaryIO, name: str, value: Any) -> Piece:
+def _write(file: BinaryIO, name: str, value: Any) -> FileBytes:
     start = file.tell()
     if not isinstance(value, torch.Tensor):
         buffer = io.BytesIO()
         torch.save(value, buffer)
         data = buffer.getbuffer()
         file.write(data)
-        return Piece(name, start, len(data), (start, len(data), checksum.of(data)))
+        return FileBytes(name, start, len(data), (start, len(data), checksum.of(data)))
     tensor = state.on_host(value)
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()  # torch.save writes whole storages
@@ -53,7 +53,7 @@ def _write(file: BinaryIO, name: str, value: Any) -> Piece:
     if tensor.nbytes:
         assert watched.position is not None, "torch.save copied the tensor's bytes before it wrote them"
         checked = watched.position, tensor.nbytes, checksum.text(watched.value)
-    return Piece(name, start, file.tell() - start, checked)
+    return FileBytes(name, start, file.tell() - start, checked)
 
 
 class _WatchedFile:

@@ -23,7 +23,7 @@ import torch
 from axo import files
 from axo.checkpoint import checksum, metadata, state
 from axo.checkpoint.boxes import Box, Parts, overlaps
-from axo.checkpoint.metadata import Piece, StoredTensor
+from axo.checkpoint.metadata import FileBytes, StoredTensor
 from axo.checkpoint.storage import HOT
 
 Item = TypeVar("Item")
@@ -84,7 +84,7 @@ class StoredFolder:
         self.names |= {alias: name for alias, name in aliases.items() if name in self.tensors}
 
     def holds(self, entry: str) -> bool:
-        return isinstance(self._contents.get(entry), Piece)
+        return isinstance(self._contents.get(entry), FileBytes)
 
     def tensors_of(self, kind: str) -> state.Described:
         """Name -> whole shape and dtype of the tensors of one kind."""
@@ -97,7 +97,7 @@ class StoredFolder:
     def value(self, entry: str) -> Any:
         """An entry that is no tensor."""
         piece = self._contents[entry]
-        assert isinstance(piece, Piece)
+        assert isinstance(piece, FileBytes)
         return _Reading(self.path, entry, piece, self._verify).load()
 
     def read(self, wanted: Iterable[tuple[str, Parts]]) -> None:
@@ -148,7 +148,7 @@ class _Reading:
 
     path: Path
     entry: str
-    piece: Piece
+    piece: FileBytes
     verify: bool
     box: Box = _NOWHERE
     dtype: torch.dtype | None = None

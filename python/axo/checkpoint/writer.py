@@ -285,10 +285,10 @@ def _contents(written: Iterable[Any]) -> metadata.Contents:
     contents: metadata.Contents = {}
     for name, box, whole, piece in written:
         if whole is None:
-            contents[name] = metadata.Piece(*piece)
+            contents[name] = metadata.FileBytes(*piece)
             continue
         dtype = getattr(torch, whole[0].removeprefix("torch."))
         tensor = contents.setdefault(name, metadata.StoredTensor(dtype, whole[1], {}))
         assert isinstance(tensor, metadata.StoredTensor)
-        tensor.chunks[Box(*box)] = metadata.Piece(*piece)
+        tensor.chunks[Box(*box)] = metadata.FileBytes(*piece)
     return contents
