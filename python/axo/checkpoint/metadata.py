@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from axo import files
 from axo.checkpoint import checksum
 from axo.checkpoint import folder as folders
-from axo.checkpoint.boxes import Box, Shape
+from axo.checkpoint.boxes import Box, Lengths
 
 _MOST = 1 << 63
 _MOST_BYTES = 1 << 30  # of the file: of some six million chunks
@@ -74,7 +74,7 @@ class StoredTensor(NamedTuple):
     """A tensor of a checkpoint, and where its chunks lie."""
 
     dtype: torch.dtype
-    shape: Shape
+    shape: Lengths
     chunks: dict[Box, Piece]
 
 
@@ -239,7 +239,7 @@ def _count(value: Any, what: str) -> int:
     return _expect(type(value) is int and 0 <= value < _MOST, value, what)
 
 
-def _shape(value: Any, what: str) -> Shape:
+def _shape(value: Any, what: str) -> Lengths:
     fits = isinstance(value, torch.Size) and all(type(each) is int and 0 <= each < _MOST for each in value)
     return tuple(_expect(fits, value, what))
 
@@ -249,7 +249,7 @@ def _taken_over(record: Any) -> Contents:
     described: Any = fields.get("state_dict_metadata")
     stored: Any = fields.get("storage_data")
     _expect(isinstance(described, dict), described, "state_dict_metadata")
-    pieces: dict[str, dict[Shape | None, Piece]] = {
+    pieces: dict[str, dict[Lengths | None, Piece]] = {
         _expect(isinstance(name, str), name, "the name of an entry"): {} for name in described
     }
     for key, info in _expect(isinstance(stored, dict), stored, "storage_data").items():
@@ -284,13 +284,13 @@ def _piece(name: str, place: Mapping[str, Any]) -> Piece:
     return Piece(file, start, length, checked)
 
 
-def _placed(name: str, offset: Shape | None, pieces: Mapping[Shape | None, Piece]) -> Piece:
+def _placed(name: str, offset: Lengths | None, pieces: Mapping[Lengths | None, Piece]) -> Piece:
     if offset not in pieces:
         _damaged(f"it does not say where {name} lies")
     return pieces[offset]
 
 
-def _tensor(name: str, fields: Mapping[str, Any], pieces: Mapping[Shape | None, Piece]) -> StoredTensor:
+def _tensor(name: str, fields: Mapping[str, Any], pieces: Mapping[Lengths | None, Piece]) -> StoredTensor:
     properties = fields.get("properties")
     state = properties.state if isinstance(properties, _Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
@@ -308,7 +308,7 @@ def _tensor(name: str, fields: Mapping[str, Any], pieces: Mapping[Shape | None, 
     return StoredTensor(dtype, shape, {box: _placed(name, box.offset, pieces) for box in boxes})
 
 
-def _tile(shape: Shape, boxes: Sequence[Box], dim: int) -> bool:
+def _tile(shape: Lengths, boxes: Sequence[Box], dim: int) -> bool:
     """Whether boxes fill a tensor from ``dim`` on, each element once.
 
     They must do so slab by slab, as what is split dim by dim does: the ranges in ``dim`` follow each other without a

@@ -49,10 +49,6 @@ class StoredFile:
         self.tensors: state.Described = {name: (tuple(each.shape), each.dtype) for name, each in self._values.items()}
         self.names = {name: name for name in self.tensors}
 
-    def holds(self, entry: str) -> bool:
-        """Whether there is such an entry, that is no tensor."""
-        return False
-
     def read(self, wanted: Iterable[tuple[str, Parts]]) -> None:
         """Fill each part from the entry that is named beside it."""
         for entry, parts in wanted:
@@ -84,6 +80,7 @@ class StoredFolder:
         self.names |= {alias: name for alias, name in aliases.items() if name in self.tensors}
 
     def holds(self, entry: str) -> bool:
+        """Whether there is such an entry, that is no tensor."""
         return isinstance(self._contents.get(entry), Piece)
 
     def tensors_of(self, kind: str) -> state.Described:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import io
 import itertools
-import math
 import os
 import re
 import sys
@@ -125,7 +124,8 @@ def save(
             part = folders.UnfinishedCheckpoint(final, run) if rank_in(group) == 0 else None
         path = Path(share(group, part and str(part.folder))[0])
         if async_:
-            with on_all_ranks(group, (MemoryError, RuntimeError), _without_memory):
+            why = "checkpoint: async_=True has no memory for a copy ({}); save without it"
+            with on_all_ranks(group, (MemoryError, RuntimeError), lambda e: why.format(state.reason(e))):
                 for entry, value in entries.items():  # copies in host memory
                     entries[entry] = value.staged() if isinstance(value, Parts) else deepcopy(_without_graphs(value))
     except BaseException:
@@ -145,10 +145,6 @@ def save(
 
 class OfFirst(dict[str, Any]):
     """What rank 0 alone knows, and saves for all, as ``extra``."""
-
-
-def _without_memory(error: Exception) -> str:
-    return f"checkpoint: async_=True has no memory for a copy ({state.reason(error)}); save without it"
 
 
 def _without_graphs(value: Any) -> Any:
@@ -243,7 +239,10 @@ def write(
         CheckpointError: It failed; on every rank.
     """
     rank, problem, interrupt, written = rank_in(group), "", None, []
-    holds = {(name, box): size for name, value in entries.items() for box, size in _held(value)}
+    holds: dict[tuple[str, Box | None], int] = {}  # bytes
+    for name, value in entries.items():
+        tensor = isinstance(value, Parts)
+        holds |= {(name, box): value.view(box).nbytes for box in value.boxes} if tensor else {(name, None): 0}
     try:
         writers = assign(share(group, holds))
         own = [key for key, writer in writers.items() if writer == rank]
@@ -272,13 +271,6 @@ def write(
         raise interrupt
     if any(problems):
         raise CheckpointError(f"checkpoint: {final} was not written: {next(filter(None, problems))}")
-
-
-def _held(value: Any) -> list[tuple[Box | None, int]]:
-    """The boxes of a tensor that this rank holds, and their bytes; of a value None, and no bytes."""
-    if not isinstance(value, Parts):
-        return [(None, 0)]
-    return [(box, math.prod(box.size) * value.local.dtype.itemsize) for box in value.boxes]
 
 
 def _contents(written: Iterable[Any]) -> metadata.Contents:
