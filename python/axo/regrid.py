@@ -45,7 +45,7 @@ from axo.placement import Placement, Range, local_ranges, placement_of
 from axo.plans.serial import Serial
 
 BUCKET_BYTES = 64 << 20
-Box = tuple[Range, ...]  # of the whole tensor, a range for each dim
+RangeBox = tuple[Range, ...]  # of the whole tensor, a range for each dim
 
 
 def regrid(model: nn.Module, optimizer: Optimizer | None, grid: Grid | str) -> nn.Module:
@@ -270,7 +270,7 @@ class _Moves:
                     )
 
 
-def _boxes(placement: Placement, grid: Grid, rank: int) -> Iterator[tuple[Box, Box]]:
+def _boxes(placement: Placement, grid: Grid, rank: int) -> Iterator[tuple[RangeBox, RangeBox]]:
     """The boxes of the whole tensor that a rank holds, and where each lies in its part."""
     ranges = [placement.ranges(dim, grid, grid.coords(rank)) for dim in range(len(placement.global_shape))]
     for corner in product(*(zip(of_dim, local_ranges(of_dim), strict=True) for of_dim in ranges)):
@@ -278,7 +278,9 @@ def _boxes(placement: Placement, grid: Grid, rank: int) -> Iterator[tuple[Box, B
             yield tuple(whole for whole, _ in corner), tuple(local for _, local in corner)
 
 
-def _sources(needed: list[Box], parts: list[dict[Box, Box]], rank: int) -> Iterator[tuple[int, Box, Box]]:
+def _sources(
+    needed: list[RangeBox], parts: list[dict[RangeBox, RangeBox]], rank: int
+) -> Iterator[tuple[int, RangeBox, RangeBox]]:
     """From whom ``rank`` has each piece of the boxes that it needs: itself, else those behind it.
 
     Yields:
@@ -301,13 +303,13 @@ def _sources(needed: list[Box], parts: list[dict[Box, Box]], rank: int) -> Itera
     assert not missing, f"nobody holds {missing}"
 
 
-def _common(one: Box, other: Box) -> Box | None:
+def _common(one: RangeBox, other: RangeBox) -> RangeBox | None:
     """The box that two boxes have in common; None: nothing."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(low < high for low, high in common) else None
 
 
-def _without(box: Box, hole: Box) -> Iterator[Box]:
+def _without(box: RangeBox, hole: RangeBox) -> Iterator[RangeBox]:
     """What is left of ``box`` without ``hole``, which lies in it, as boxes."""
     for dim, ((low, high), (start, stop)) in enumerate(zip(box, hole, strict=True)):
         for part in ((low, start), (stop, high)):
@@ -315,7 +317,7 @@ def _without(box: Box, hole: Box) -> Iterator[Box]:
                 yield (*hole[:dim], part, *box[dim + 1 :])
 
 
-def _inside(box: Box, around: Box, local: Box) -> tuple[slice, ...]:
+def _inside(box: RangeBox, around: RangeBox, local: RangeBox) -> tuple[slice, ...]:
     """Where ``box`` lies in the part of a rank that has ``around`` at ``local``."""
     return tuple(
         slice(at + low - start, at + high - start)

@@ -248,9 +248,9 @@ def write(
         own = [key for key, writer in writers.items() if writer == rank]
         try:
             values = (entries[name] if box is None else entries[name].view(Box(*box)) for name, box in own)
-            for (name, box), piece in zip(own, storage.write(path / f"__{rank}_0.distcp", values), strict=True):
+            for (name, box), extent in zip(own, storage.write(path / f"__{rank}_0.distcp", values), strict=True):
                 whole = None if box is None else (str(entries[name].local.dtype), entries[name].shape)
-                written.append((name, box, whole, piece))
+                written.append((name, box, whole, extent))
         except BaseException as error:
             problem = f"rank {rank}: {str(error) or type(error).__name__}"
             interrupt = None if isinstance(error, Exception) else error
@@ -275,12 +275,12 @@ def write(
 
 def _contents(written: Iterable[Any]) -> metadata.Contents:
     contents: metadata.Contents = {}
-    for name, box, whole, piece in written:
+    for name, box, whole, extent in written:
         if whole is None:
-            contents[name] = metadata.Piece(*piece)
+            contents[name] = metadata.Extent(*extent)
             continue
         dtype = getattr(torch, whole[0].removeprefix("torch."))
         tensor = contents.setdefault(name, metadata.StoredTensor(dtype, whole[1], {}))
         assert isinstance(tensor, metadata.StoredTensor)
-        tensor.chunks[Box(*box)] = metadata.Piece(*piece)
+        tensor.chunks[Box(*box)] = metadata.Extent(*extent)
     return contents
