@@ -9,7 +9,6 @@ Plain torch: nothing here knows of ranks. Source: the usual recipe (GPT-3, LitGP
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from axo.nn.goldfish import goldfish_targets
+from axo.offload.options import Offload
 from axo.train.config import TrainConfig
 
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
@@ -39,17 +39,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Train
     return lr
 
 
-def build_optimizer(
-    model: torch.nn.Module, config: TrainConfig, adamw: Callable[..., torch.optim.AdamW] = torch.optim.AdamW
-) -> torch.optim.AdamW:
-    """Build AdamW by ``adamw``; weights (two dims and more) decay, biases and norms do not."""
+def build_optimizer(model: torch.nn.Module, config: TrainConfig, offload: Offload | None = None) -> torch.optim.AdamW:
+    """Build AdamW, its state where ``offload`` says; weights (two dims and more) decay, biases and norms do not."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    betas = (config.beta1, config.beta2)
-    return adamw([group for group in groups if group["params"]], lr=config.lr, betas=betas)
+    adamw = offload.adamw if offload and (offload.optimizer or offload.parameters) else torch.optim.AdamW
+    return adamw([group for group in groups if group["params"]], lr=config.lr, betas=(config.beta1, config.beta2))
 
 
 def autocast(config: TrainConfig) -> AbstractContextManager[Any]:
@@ -60,9 +58,7 @@ def autocast(config: TrainConfig) -> AbstractContextManager[Any]:
 
 def wanted_targets(inputs: torch.Tensor, targets: torch.Tensor, config: TrainConfig) -> torch.Tensor:
     """The targets (rows, seq_len) that the loss is taken over; those that goldfish loss leaves out become -100."""
-    if not config.goldfish_k:
-        return targets
-    return goldfish_targets(inputs, targets, config.goldfish_k, config.goldfish_h)
+    return goldfish_targets(inputs, targets, config.goldfish_k, config.goldfish_h) if config.goldfish_k else targets
 
 
 def finish_model(model: torch.nn.Module, config: TrainConfig) -> None:
