@@ -54,7 +54,7 @@ def check_divides(
     if size % parts == 0:
         return
     down, up = size // parts * parts, chunk_size(size, parts) * parts
-    use = f"{down} or {up}" if down else f"{up}"
+    use = f"{what}={down} or {up}" if down else f"{what}={up}"
     listed = ", ".join(str(d) for d in range(1, max(2 * parts, 9)) if size % d == 0 and fits(d))
     raise Refused(
         f"{owner}: {what}={size} does not divide over {axis}={parts}; use {use}, or a grid with {axis} in {{{listed}}}"

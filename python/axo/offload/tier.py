@@ -39,6 +39,10 @@ class Tier(ABC):
             OSError: There is no room.
         """
 
+    def granted(self, size: int) -> int:
+        """Bytes that are taken where ``size`` are asked for."""
+        return size
+
     def soon(self, tensor: torch.Tensor) -> None:  # noqa: B027  most memory need not be told
         """The tensor, dense and of a block, will be read soon."""
 
@@ -102,9 +106,12 @@ class PinnedMemory(Tier):
     def block(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
+    def granted(self, size: int) -> int:
+        return 1 << (size - 1).bit_length()  # as torch's allocator rounds it
+
 
 class Runs(Tier):
-    """Blocks of pinned memory that are kept for good, cut out of few large ones: it comes in powers of two.
+    """Blocks that are kept for good, cut out of few large ones: a process can map some 65,000 files.
 
     Args:
         tier: Gives the large ones: as much as has been cut so far, at most RUN bytes.
@@ -114,11 +121,12 @@ class Runs(Tier):
         self._tier = tier
         self._left = torch.empty(0, dtype=torch.uint8)
         self._cut = 0
+        self.soon, self.rest = tier.soon, tier.rest  # type: ignore[method-assign]
 
     def block(self, size: int) -> torch.Tensor:
         room = -(-size // PAGE) * PAGE
         if room > self._left.numel():
-            self._left = self._tier.block(1 << (max(room, min(self._cut, RUN)) - 1).bit_length())
+            self._left = self._tier.block(self._tier.granted(max(room, min(self._cut, RUN))))
         block, self._left = self._left[:size], self._left[room:]
         self._cut += room
         return block

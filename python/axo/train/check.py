@@ -27,7 +27,7 @@ from axo.perf import cut, pipeline_schedule
 from axo.placement import check_divides
 from axo.plans.litgpt import plan
 from axo.train import data, models
-from axo.train.config import CHECKPOINTS, KEPT, LOG_NAME, PLOT_NAME, PRECISIONS, TrainConfig
+from axo.train.config import CHECKPOINTS, KEPT, LOG_NAME, OPTIMIZERS, PLOT_NAME, PRECISIONS, TrainConfig
 
 
 def check(config: TrainConfig, one_machine: bool = False) -> data.Batches:
@@ -108,6 +108,7 @@ def _check_values(config: TrainConfig) -> None:
     for name, value, words in (
         ("precision", config.precision, PRECISIONS),
         ("recompute-keeps", config.recompute_keeps, KEPT),
+        ("optimizer", config.optimizer, OPTIMIZERS),
     ):
         if value not in words:
             raise ValueError(f"train: {name}={value!r} is not one of {', '.join(words)}")
@@ -159,7 +160,13 @@ def check_machine(config: TrainConfig, model: nn.Module) -> None:
 
 
 def _check_offload(config: TrainConfig, blocks: int, device: str) -> None:
-    activations, place = offload_of(config).activations, config.offload_dir
+    offload, place = offload_of(config), config.offload_dir
+    if offload.optimizer and config.optimizer != "adamw":
+        raise ValueError(
+            f"train: offload={config.offload!r} puts AdamW's state on the lower tier, and optimizer={config.optimizer};"
+            " use adamw, or offload parameters and activations"
+        )
+    activations = offload.activations
     if isinstance(activations, int) and activations > blocks:
         raise ValueError(
             f"train: offload={config.offload!r} asks for {activations} blocks, and the model has {blocks}; use"

@@ -1,4 +1,4 @@
-"""The recipe that a parallel run and its serial oracle have in common: learning rate, AdamW's groups, precision.
+"""The recipe that a parallel run and its serial oracle have in common: learning rate, optimizer, precision.
 
     lr(s) = lr (s + 1) / warmup                                                      s < warmup
     lr(s) = min + (lr - min) (1 + cos(pi (s - warmup) / (steps - warmup))) / 2       after
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from axo.nn.goldfish import goldfish_targets
 from axo.offload.options import Offload
+from axo.optim.muon import Muon, muon_groups
 from axo.train.config import TrainConfig
 
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
@@ -39,15 +40,24 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Train
     return lr
 
 
-def build_optimizer(model: torch.nn.Module, config: TrainConfig, offload: Offload | None = None) -> torch.optim.AdamW:
-    """Build AdamW, its state where ``offload`` says; weights (two dims and more) decay, biases and norms do not."""
+def build_optimizer(
+    model: torch.nn.Module, config: TrainConfig, offload: Offload | None = None
+) -> torch.optim.Optimizer:
+    """Build AdamW, its state where ``offload`` says; or Muon, its updates as large as AdamW's, since they share a rate.
+
+    Weights (two dims and more) decay, biases and norms do not.
+    """
+    betas = (config.beta1, config.beta2)
+    if config.optimizer == "muon":
+        hidden_and_others = muon_groups(model, adamw={"betas": betas})
+        return Muon(hidden_and_others, config.lr, config.weight_decay, adjust_lr_fn="match_rms_adamw")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     adamw = offload.adamw if offload and (offload.optimizer or offload.parameters) else torch.optim.AdamW
-    return adamw([group for group in groups if group["params"]], lr=config.lr, betas=(config.beta1, config.beta2))
+    return adamw([group for group in groups if group["params"]], lr=config.lr, betas=betas)
 
 
 def autocast(config: TrainConfig) -> AbstractContextManager[Any]:

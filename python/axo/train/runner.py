@@ -38,6 +38,7 @@ TAIL = 10  # steps whose mean loss is a run's result
 WARM_STEPS = 3  # before the one that is traced
 _ORDER = ("seed", "batch_size", "seq_len", "tokenizer")  # with the text: what the order of the data depends on
 _NOT_OF_MODEL = ("name", "hf_config", "block_size", "vocab_size", "padding_multiple")  # change no logit
+_SHOWN = {"adamw": "AdamW", "muon": "Muon"}
 _OF_OPTIMIZER = ("betas", "weight_decay")  # its options on the command line, beside the rate
 
 
@@ -170,7 +171,7 @@ def _finish(config: TrainConfig, batches: data.Batches, outcome: Outcome) -> Out
     took = f"{config.steps} steps" + (f" in {outcome.seconds:.0f} s" if not outcome.start else "")
     subtitle = (
         f"{config.ranks} rank{'s' if config.ranks > 1 else ''} · {config.precision} · {config.batch_size} rows of "
-        f"{config.seq_len} tokens · AdamW, lr {config.lr:g} · {took}"
+        f"{config.seq_len} tokens · {_SHOWN[config.optimizer]}, lr {config.lr:g} · {took}"
     )
     limit = outcome.parity.limit if outcome.parity is not None and not outcome.parity.relative else None
     curves: dict[str, Any] = {"vocabulary": outcome.vocabulary, "serial": outcome.serial, "limit": limit}
@@ -249,7 +250,7 @@ class Checkpoints:
     def _load(self, path: str, newest: Path | None) -> list[float]:
         """Load a checkpoint; ``newest`` is this run's. Returns the losses of the steps before it."""
         config, optimizer = self._config, self._trainer.optimizer
-        asked = [{name: group[name] for name in _OF_OPTIMIZER} for group in optimizer.param_groups]
+        asked = [{name: group[name] for name in _OF_OPTIMIZER if name in group} for group in optimizer.param_groups]
         loaded = checkpoint.load(path, self._trainer.model, optimizer)
         self.origin = loaded.path
         for group, options in zip(optimizer.param_groups, asked, strict=True):

@@ -53,7 +53,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
     if config is None:
         raise ValueError("litgpt: --grid auto wants a model: a name of LitGPT's, or a folder with a model_config.yaml")
     length = train.max_seq_length or config["block_size"]
-    workload = readers.from_litgpt(config, seq_length=length).with_checkpointing(False)
+    workload = readers.from_litgpt(config, seq_length=length)
     alone = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # what stages cannot do, see checks._check_values
     if asked.offload not in ("none", "optimizer"):
         raise ValueError(
@@ -65,6 +65,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
         ranks,
         train.global_batch_size * workload.seq_length,
         gather="keep",
+        recompute="none",
         offload=asked.offload == "optimizer",
         pipeline=(asked.pipeline,) if asked.pipeline else (1,) if alone else stage_counts(ranks),
         schedules=schedules_for(asked.schedule, asked.pipeline, asked.cuts),
@@ -113,7 +114,9 @@ def model_fields(options: Any) -> dict[str, Any] | None:
         ValueError: LitGPT has no model of that name (it would print its list and end as if all were well), or the file
             is no configuration.
     """
-    from litgpt.config import Config
+    from litgpt.config import Config, name_to_config
+
+    from axo.perf.readers import nearest
 
     if "checkpoint_dir" in options:
         file = folder_of(options.checkpoint_dir) / "model_config.yaml"
@@ -129,6 +132,8 @@ def model_fields(options: Any) -> dict[str, Any] | None:
     try:
         return None if name == "list" else vars(Config.from_name(name))
     except ValueError:
+        near = nearest(name, name_to_config)
         raise ValueError(
-            f"litgpt: there is no model {name!r}; litgpt pretrain list names all, --model_config takes one of your own"
+            f"litgpt: there is no model {name!r}{near}; litgpt pretrain list names all, --model_config takes one of"
+            " your own"
         ) from None

@@ -80,6 +80,7 @@ def check(name: str, parsed: Parsed, rank: Rank | None) -> None:
             folders.check_writable("litgpt: --out_dir", Path(above, str(options.out_dir)))
         if options.get("model_name", "list") != "list":
             _check_pretraining_data(options.get("data"))
+        _check_prompt_style(options.get("data"))
         _check_records(parsed.values(function).get("data"))
 
 
@@ -129,6 +130,9 @@ def _check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
     named = isinstance(resume, str | Path) and str(resume) != "auto"
     how = "name a lit_model.pth, or say --resume auto"
     _refuse({f"--resume {resume} does not exist; {how}": named and not os.path.exists(resume)})
+    if "checkpoint_dir" in options and folder.is_dir():
+        lacks = f"checkpoint_dir {folder} holds no lit_model.pth; name a folder that litgpt download has written"
+        _refuse({f"{lacks}, convert_to_litgpt or training": not (folder / "lit_model.pth").exists()})
     if not reads_sharded:
         refuse_sharded(options.checkpoint_dir)
 
@@ -221,6 +225,15 @@ def _check_batch(train: Any, asked: Options) -> None:
             " stages; a micro-batch of LitGPT's is what goes through the stages at once: use all rows of a data rank,"
             " global_batch_size / (z*data)"
         )
+
+
+def _check_prompt_style(data: Any) -> None:
+    """Refuse the name of a prompt style that LitGPT does not have: its own error is the name alone."""
+    from litgpt.prompts import prompt_styles
+
+    style = None if data is None else (data.get("init_args") or {}).get("prompt_style")
+    if isinstance(style, str):
+        check_value.one_of("litgpt: --data.prompt_style", style, prompt_styles)
 
 
 def _check_records(data: Any) -> None:
