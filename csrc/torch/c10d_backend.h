@@ -55,7 +55,6 @@ class C10dStore final : public Store {
   void set(const std::string& key, const std::string& value) override;
   bool has(const std::string& key) override;
   std::string get(const std::string& key, Milliseconds timeout) override;
-  void remove(const std::string& key) override;
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;

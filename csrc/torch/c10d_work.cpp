@@ -109,14 +109,6 @@ std::string C10dStore::get(const std::string& key, Milliseconds timeout) {
   return std::string(bytes.begin(), bytes.end());
 }
 
-void C10dStore::remove(const std::string& key) {
-  try {
-    store_->deleteKey(key);
-  } catch (const std::exception&) {
-    // Not every store can delete, and a server that has left with its process keeps nothing anyway.
-  }
-}
-
 C10dWork::C10dWork(int rank, c10d::OpType op, const char* title, const Tensors& inputs, std::uint64_t sequence,
                    std::chrono::milliseconds timeout)
     : WorkOfTorch(rank, op, title, inputs), sequence_(sequence), timeout_(timeout) {}

@@ -405,12 +405,12 @@ def connect(
     if group is not None:
         store = dist.PrefixStore(f"axo/part/{'-'.join(map(str, dist.get_process_group_ranks(group)))}", store)
     store = store_of_this_start(store, rank, world_size, left())
-    ranks = Meeting(store, rank, world_size, f"connect (rank {rank} of {world_size})", left)
+    ranks = Meeting(store, _MEETING, rank, world_size, f"connect (rank {rank} of {world_size})", left)
     if wrong is not None:
-        ranks.give_up(ranks.round(_MEETING), wrong)
+        ranks.give_up(wrong)
         raise wrong
     # Every rank learns every rank's grid first, so that all of them raise the same error.
-    asked = ranks.gather(_MEETING, f"{own_grid} {own_stages}", " (meeting_timeout=... waits longer)")
+    asked = ranks.gather(f"{own_grid} {own_stages}", " (meeting_timeout=... waits longer)")
     grid, stages = _same_grid(asked)
     if launched is not None:
         dist.init_process_group(
