@@ -23,16 +23,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from axo.checkpoint import state
+from axo.checkpoint.boxes import Box, boxes_of, overlaps
 from axo.comm.agree import ranks_that_differ
 from axo.comm.connect import Communicators
 from axo.grid import Grid
@@ -41,11 +40,10 @@ from axo.nn.replicated import Replicated
 from axo.optim import step_hooks
 from axo.overlap.model import engines
 from axo.parallelize import parallelize
-from axo.placement import Placement, Range, local_ranges, placement_of
+from axo.placement import Placement, placement_of
 from axo.plans.serial import Serial
 
 BUCKET_BYTES = 64 << 20
-Box = tuple[Range, ...]  # of the whole tensor, a range for each dim
 
 
 def regrid(model: nn.Module, optimizer: Optimizer | None, grid: Grid | str) -> nn.Module:
@@ -192,14 +190,24 @@ class _Before:
         return dict(model.named_parameters())
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A box that goes from one rank to another, and where it lies in the parts of the two."""
+class _Piece(NamedTuple):
+    """A box that goes from one rank to another, and the boxes of the two that it is a part of, where they lie there."""
 
     source: int
     target: int
-    there: tuple[slice, ...]
-    here: tuple[slice, ...]
+    box: Box
+    owned: Box
+    owned_at: tuple[slice, ...]
+    wanted: Box
+    wanted_at: tuple[slice, ...]
+
+    def there(self, old: torch.Tensor) -> torch.Tensor:
+        """It, in the part that the source has had."""
+        return self.box.within(self.owned, old[self.owned_at])
+
+    def here(self, new: torch.Tensor) -> torch.Tensor:
+        """It, in the part that the target has."""
+        return self.box.within(self.wanted, new[self.wanted_at])
 
 
 class _Moves:
@@ -236,11 +244,11 @@ class _Moves:
         for old, new, pieces in self._bucket:
             for piece in pieces:
                 if piece.source == piece.target:
-                    new[piece.here].copy_(old[piece.there])
+                    piece.here(new).copy_(piece.there(old))
                 elif piece.source == rank:
-                    sent[piece.target].append(old[piece.there])
+                    sent[piece.target].append(piece.there(old))
                 else:
-                    received[piece.source].append(new[piece.here])
+                    received[piece.source].append(piece.here(new))
         send_counts, recv_counts = ([sum(part.nbytes for part in parts) for parts in side] for side in (sent, received))
         packed = [part.to(device).contiguous().reshape(-1).view(torch.uint8) for parts in sent for part in parts]
         source = torch.cat(packed) if packed else torch.empty(0, dtype=torch.uint8, device=device)
@@ -258,66 +266,46 @@ class _Moves:
 
     def _planned(self, lay: Placement, lies: Placement) -> Iterator[_Piece]:
         """The pieces of one tensor that this rank sends, receives or keeps, in an order that all ranks have."""
-        after, ranks = self._comms.grid, range(self._before.world_size)
-        parts = [dict(_boxes(lay, self._before, rank)) for rank in ranks]
+        shape, ranks = lay.global_shape, range(self._before.world_size)
+        parts = [boxes_of(shape, lay, self._before, self._before.coords(rank)) for rank in ranks]
+        after = self._comms.grid
         for target in ranks:
-            needed = dict(_boxes(lies, after, target))
-            for source, box, need in _sources(list(needed), parts, target):
+            wanted = boxes_of(shape, lies, after, after.coords(target))
+            for source, box, owned, need in _sources(wanted, parts, target):
                 if self._rank in (source, target):
-                    owned = next(own for own in parts[source] if _common(own, box) == box)
-                    yield _Piece(
-                        source, target, _inside(box, owned, parts[source][owned]), _inside(box, need, needed[need])
-                    )
+                    yield _Piece(source, target, box, owned, parts[source][owned], need, wanted[need])
 
 
-def _boxes(placement: Placement, grid: Grid, rank: int) -> Iterator[tuple[Box, Box]]:
-    """The boxes of the whole tensor that a rank holds, and where each lies in its part."""
-    ranges = [placement.ranges(dim, grid, grid.coords(rank)) for dim in range(len(placement.global_shape))]
-    for corner in product(*(zip(of_dim, local_ranges(of_dim), strict=True) for of_dim in ranges)):
-        if all(low < high for (low, high), _ in corner):
-            yield tuple(whole for whole, _ in corner), tuple(local for _, local in corner)
-
-
-def _sources(needed: list[Box], parts: list[dict[Box, Box]], rank: int) -> Iterator[tuple[int, Box, Box]]:
-    """From whom ``rank`` has each piece of the boxes that it needs: itself, else those behind it.
+def _sources(wanted: Iterable[Box], parts: Sequence[Iterable[Box]], rank: int) -> Iterator[tuple[int, Box, Box, Box]]:
+    """From whom ``rank`` has each piece of the boxes that it wants: itself, else those behind it.
 
     Yields:
-        The rank, the piece, and the box that it is a piece of.
+        The rank, the piece, the box of that rank and the wanted box that it is of.
     """
-    missing = [(box, box) for box in needed]
+    missing = [(box, box) for box in wanted]
     for source in (rank, *range(rank + 1, len(parts)), *range(rank)):
-        for box in parts[source]:
+        for owned in parts[source]:
             rest = []
             for piece, need in missing:
-                common = _common(piece, box)
-                if common is None:
+                shared = next((shared for _, _, shared in overlaps([piece], [owned])), None)
+                if shared is None:
                     rest.append((piece, need))
                 else:
-                    yield source, common, need
-                    rest += [(each, need) for each in _without(piece, common)]
+                    yield source, shared, owned, need
+                    rest += [(each, need) for each in _without(piece, shared)]
             missing = rest
         if not missing:
             return
-    assert not missing, f"nobody holds {missing}"
-
-
-def _common(one: Box, other: Box) -> Box | None:
-    """The box that two boxes have in common; None: nothing."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(low < high for low, high in common) else None
+    assert not any(math.prod(box.size) for box, _ in missing), f"nobody holds {missing}"
 
 
 def _without(box: Box, hole: Box) -> Iterator[Box]:
     """What is left of ``box`` without ``hole``, which lies in it, as boxes."""
-    for dim, ((low, high), (start, stop)) in enumerate(zip(box, hole, strict=True)):
-        for part in ((low, start), (stop, high)):
-            if part[0] < part[1]:
-                yield (*hole[:dim], part, *box[dim + 1 :])
-
-
-def _inside(box: Box, around: Box, local: Box) -> tuple[slice, ...]:
-    """Where ``box`` lies in the part of a rank that has ``around`` at ``local``."""
-    return tuple(
-        slice(at + low - start, at + high - start)
-        for (low, high), (start, _), (at, _) in zip(box, around, local, strict=True)
-    )
+    for dim, (first, size) in enumerate(zip(*box, strict=True)):
+        start, length = hole.offset[dim], hole.size[dim]
+        for low, high in ((first, start), (start + length, first + size)):
+            if low < high:
+                yield Box(
+                    (*hole.offset[:dim], low, *box.offset[dim + 1 :]),
+                    (*hole.size[:dim], high - low, *box.size[dim + 1 :]),
+                )

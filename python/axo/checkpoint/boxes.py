@@ -14,9 +14,9 @@ Boxes come from wherever they are announced: from a folder's metadata, or from t
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,15 +24,14 @@ from axo.grid import Coords, Grid
 from axo.placement import Placement, local_ranges
 from axo.sharding import unshard
 
-Key = TypeVar("Key", bound=Hashable)
-Shape = tuple[int, ...]
+Lengths = tuple[int, ...]
 
 
 class Box(NamedTuple):
     """``size`` elements in each dim, from ``offset`` on."""
 
-    offset: Shape
-    size: Shape
+    offset: Lengths
+    size: Lengths
 
     def within(self, outer: Box, tensor: torch.Tensor) -> torch.Tensor:
         """These elements, as a view of ``tensor``, which holds those of ``outer``."""
@@ -52,18 +51,18 @@ def overlaps(wanted: Iterable[Box], stored: Sequence[Box]) -> Iterator[tuple[Box
                 yield box, source, Box(offset, size)
 
 
-def assign(of_ranks: Sequence[dict[Key, int]]) -> dict[Key, int]:
+def assign(of_ranks: Sequence[dict[Any, int]]) -> dict[Any, int]:
     """Which rank writes what: of those that hold it, the one with the fewest bytes so far.
 
     Args:
         of_ranks: For each rank, what it holds -> bytes. Nothing (0 bytes) falls to the first that holds it.
     """
-    holders: dict[Key, list[int]] = {}
+    holders: dict[Any, list[int]] = {}
     for rank, keys in enumerate(of_ranks):
         for key in keys:
             holders.setdefault(key, []).append(rank)
     written = [0] * len(of_ranks)
-    writer: dict[Key, int] = {}
+    writer: dict[Any, int] = {}
     for key, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
         size = of_ranks[ranks[0]][key]
         writer[key] = rank = min(ranks, key=written.__getitem__) if size else ranks[0]
@@ -72,7 +71,7 @@ def assign(of_ranks: Sequence[dict[Key, int]]) -> dict[Key, int]:
 
 
 def boxes_of(
-    shape: Shape, placement: Placement | None, grid: Grid | None = None, coords: Coords | None = None
+    shape: Lengths, placement: Placement | None, grid: Grid | None = None, coords: Coords | None = None
 ) -> dict[Box, tuple[slice, ...]]:
     """The boxes of a tensor that a rank holds, and where each lies in the rank's own part.
 
@@ -107,7 +106,7 @@ class Parts:
 
     def __init__(self, local: torch.Tensor, placement: Placement | None = None) -> None:
         self.local, self.placement = local.detach(), placement
-        self.shape: Shape = tuple(local.shape if placement is None else placement.global_shape)
+        self.shape: Lengths = tuple(local.shape if placement is None else placement.global_shape)
         self.boxes = boxes_of(self.shape, placement)
 
     def whole(self) -> torch.Tensor:

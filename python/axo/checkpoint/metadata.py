@@ -6,7 +6,7 @@ class of DCP's that may occur is a class here that only keeps what it is given, 
 Last, what the records say is taken over if it can be true:
 
 - the chunks of each tensor tile it exactly once;
-- each piece lies in a file of the folder itself, within that file, beside the others and not on them;
+- each extent lies in a file of the folder itself, within that file, beside the others and not on them;
 - raw data (position, bytes, checksum) is as long as the chunk.
 
 So what a checkpoint makes a reader allocate is bounded by what its files hold. It takes twice the time of unpickling.
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from axo import files
 from axo.checkpoint import checksum
 from axo.checkpoint import folder as folders
-from axo.checkpoint.boxes import Box, Shape
+from axo.checkpoint.boxes import Box, Lengths
 
 _MOST = 1 << 63
 _MOST_BYTES = 1 << 30  # of the file: of some six million chunks
@@ -56,7 +56,7 @@ _TUPLES = set(b"t\x85\x86\x87")
 _STOP, _MEMOIZE, _GET = ord("."), 0x94, set(b"hj")
 
 
-class Piece(NamedTuple):
+class Extent(NamedTuple):
     """Bytes of a file of the checkpoint: what ``torch.save`` wrote of one chunk, or of one value.
 
     Attributes:
@@ -74,11 +74,11 @@ class StoredTensor(NamedTuple):
     """A tensor of a checkpoint, and where its chunks lie."""
 
     dtype: torch.dtype
-    shape: Shape
-    chunks: dict[Box, Piece]
+    shape: Lengths
+    chunks: dict[Box, Extent]
 
 
-Contents = dict[str, StoredTensor | Piece]  # entry -> a tensor, or the piece of what is none
+Contents = dict[str, StoredTensor | Extent]  # entry -> a tensor, or the extent of what is none
 
 
 def write(path: Path, contents: Contents) -> str:
@@ -90,7 +90,7 @@ def write(path: Path, contents: Contents) -> str:
     described: dict[str, Any] = {}
     stored: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for name, entry in contents.items():
-        if isinstance(entry, Piece):
+        if isinstance(entry, Extent):
             described[name], places = dcp.BytesStorageMetadata(), {dcp.MetadataIndex(name): entry}
         else:
             chunks = [dcp.ChunkStorageMetadata(*map(torch.Size, box)) for box in entry.chunks]
@@ -98,9 +98,9 @@ def write(path: Path, contents: Contents) -> str:
             described[name] = dcp.TensorStorageMetadata(properties, shape, chunks)
             indices = [dcp.MetadataIndex(name, chunk.offsets) for chunk in chunks]
             places = dict(zip(indices, entry.chunks.values(), strict=True))
-        for index, piece in places.items():
-            stored[index] = _StorageInfo(piece.file, piece.start, piece.length)
-            vars(stored[index])["checked"] = piece.checked  # DCP keeps what it does not know
+        for index, extent in places.items():
+            stored[index] = _StorageInfo(extent.file, extent.start, extent.length)
+            vars(stored[index])["checked"] = extent.checked  # DCP keeps what it does not know
     data = pickle.dumps(dcp.Metadata(described, storage_data=stored), protocol=4)
     try:
         _contents(path, data, follow=False)
@@ -146,7 +146,7 @@ def _contents(path: Path, data: bytes, follow: bool) -> Contents:
     try:
         _check_opcodes(data)
         contents = _taken_over(_Unpickler(io.BytesIO(data)).load())
-        _check_pieces(path, contents, follow)
+        _check_extents(path, contents, follow)
     except OSError as error:
         raise ValueError(f"checkpoint: {error.filename} cannot be read: {error.strerror}") from None
     except _Damaged as error:
@@ -239,7 +239,7 @@ def _count(value: Any, what: str) -> int:
     return _expect(type(value) is int and 0 <= value < _MOST, value, what)
 
 
-def _shape(value: Any, what: str) -> Shape:
+def _shape(value: Any, what: str) -> Lengths:
     fits = isinstance(value, torch.Size) and all(type(each) is int and 0 <= each < _MOST for each in value)
     return tuple(_expect(fits, value, what))
 
@@ -249,25 +249,25 @@ def _taken_over(record: Any) -> Contents:
     described: Any = fields.get("state_dict_metadata")
     stored: Any = fields.get("storage_data")
     _expect(isinstance(described, dict), described, "state_dict_metadata")
-    pieces: dict[str, dict[Shape | None, Piece]] = {
+    extents: dict[str, dict[Lengths | None, Extent]] = {
         _expect(isinstance(name, str), name, "the name of an entry"): {} for name in described
     }
     for key, info in _expect(isinstance(stored, dict), stored, "storage_data").items():
         index, place = _fields(key, "MetadataIndex"), _fields(info, "_StorageInfo")
         name, offset = index.get("fqn"), index.get("offset")
-        if not isinstance(name, str) or name not in pieces:
+        if not isinstance(name, str) or name not in extents:
             _damaged(f"a part is of {files.shown(name)}, which is no entry")
         offset = None if offset is None else _shape(offset, f"an offset of {name}")
-        pieces[name][offset] = _piece(name, place)
+        extents[name][offset] = _extent(name, place)
     return {
-        name: _placed(name, None, pieces[name])
+        name: _placed(name, None, extents[name])
         if type(entry).__name__ == "BytesStorageMetadata"
-        else _tensor(name, _fields(entry, "TensorStorageMetadata"), pieces[name])
+        else _tensor(name, _fields(entry, "TensorStorageMetadata"), extents[name])
         for name, entry in described.items()
     }
 
 
-def _piece(name: str, place: Mapping[str, Any]) -> Piece:
+def _extent(name: str, place: Mapping[str, Any]) -> Extent:
     file, checked = place.get("relative_path"), place.get("checked")
     if not isinstance(file, str) or not files.is_confined(file):
         _damaged(f"a part of {name} lies in {files.shown(file)}, which is no file of the folder")
@@ -275,22 +275,22 @@ def _piece(name: str, place: Mapping[str, Any]) -> Piece:
         _damaged(f"a part of {name} is transformed, which Axo does not read")
     start, length = _count(place.get("offset"), f"the place of {name}"), _count(place.get("length"), "a length")
     if checked is None:
-        return Piece(file, start, length, None)
+        return Extent(file, start, length, None)
     fits = isinstance(checked, tuple) and len(checked) == 3 and isinstance(checked[2], str)
     _expect(fits, checked, f"the checksum of {name}")
     position, size = _count(checked[0], f"the place of {name}"), _count(checked[1], f"the bytes of {name}")
     if not start <= position <= position + size <= start + length:
         _damaged(f"the bytes of {name} lie outside of its part")
-    return Piece(file, start, length, checked)
+    return Extent(file, start, length, checked)
 
 
-def _placed(name: str, offset: Shape | None, pieces: Mapping[Shape | None, Piece]) -> Piece:
-    if offset not in pieces:
+def _placed(name: str, offset: Lengths | None, extents: Mapping[Lengths | None, Extent]) -> Extent:
+    if offset not in extents:
         _damaged(f"it does not say where {name} lies")
-    return pieces[offset]
+    return extents[offset]
 
 
-def _tensor(name: str, fields: Mapping[str, Any], pieces: Mapping[Shape | None, Piece]) -> StoredTensor:
+def _tensor(name: str, fields: Mapping[str, Any], extents: Mapping[Lengths | None, Extent]) -> StoredTensor:
     properties = fields.get("properties")
     state = properties.state if isinstance(properties, _Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
@@ -305,10 +305,10 @@ def _tensor(name: str, fields: Mapping[str, Any], pieces: Mapping[Shape | None, 
         boxes.append(box)
     if math.prod(shape) and not _tile(shape, boxes, 0):
         _damaged(f"the {len(boxes)} chunks of {name} {shape} do not cover it exactly once")
-    return StoredTensor(dtype, shape, {box: _placed(name, box.offset, pieces) for box in boxes})
+    return StoredTensor(dtype, shape, {box: _placed(name, box.offset, extents) for box in boxes})
 
 
-def _tile(shape: Shape, boxes: Sequence[Box], dim: int) -> bool:
+def _tile(shape: Lengths, boxes: Sequence[Box], dim: int) -> bool:
     """Whether boxes fill a tensor from ``dim`` on, each element once.
 
     They must do so slab by slab, as what is split dim by dim does: the ranges in ``dim`` follow each other without a
@@ -327,12 +327,12 @@ def _tile(shape: Shape, boxes: Sequence[Box], dim: int) -> bool:
     return end == shape[dim]
 
 
-def _check_pieces(path: Path, contents: Contents, follow: bool) -> None:
+def _check_extents(path: Path, contents: Contents, follow: bool) -> None:
     """Compare what is described with the files of the folder."""
     of_file: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for name, entry in contents.items():
-        for piece in (entry,) if isinstance(entry, Piece) else entry.chunks.values():
-            of_file[piece.file].append((piece.start, piece.start + piece.length, name))
+        for extent in (entry,) if isinstance(entry, Extent) else entry.chunks.values():
+            of_file[extent.file].append((extent.start, extent.start + extent.length, name))
     for file, parts in sorted(of_file.items()):
         size, end = _size_of(path / file, file, follow), max(end for _, end, _ in parts)
         for (_, stop, one), (start, _, other) in pairwise(sorted(parts)):
@@ -341,13 +341,13 @@ def _check_pieces(path: Path, contents: Contents, follow: bool) -> None:
         if size < end:
             raise _Damaged(f"damaged: {file} has {size} bytes, not {end}")
     for name, entry in contents.items():
-        if isinstance(entry, Piece):
+        if isinstance(entry, Extent):
             if entry.checked is not None and entry.checked[:2] != (entry.start, entry.length):
                 _damaged(f"the bytes of {name} are not its part")
             continue
-        for box, piece in entry.chunks.items():
+        for box, extent in entry.chunks.items():
             size = math.prod(box.size) * entry.dtype.itemsize
-            if size > piece.length if piece.checked is None else size != piece.checked[1]:
+            if size > extent.length if extent.checked is None else size != extent.checked[1]:
                 _damaged(f"the bytes of {name} are not as many as its chunk has")
 
 

@@ -76,13 +76,13 @@ class Save:
 
 
 @dataclass
-class Pending:
+class LastSave:
     """The last save of this process. There is one at a time, so that host memory holds one copy at most."""
 
     save: Save
 
 
-pending = Pending(Save(Path()))
+pending = LastSave(Save(Path()))
 
 
 def checkpoint_group(comms: Communicators | None) -> dist.ProcessGroup | None:

@@ -1,8 +1,11 @@
 """load: every rank reads the chunks that overlap its own part, from a checkpoint of any grid or from a plain file.
 
-First what the checkpoint says it holds is compared with the model on every rank, so that a checkpoint of another model
-is one error everywhere and nothing has changed. Then ``storage`` reads into the parameters where they lie. No rank ever
-holds a whole tensor that is split; of a plain file (.pth, .safetensors) tensors are mapped, and each rank cuts its own.
+    choose     rank 0 names the checkpoint; ranks compare their arguments, and stages say which tensors they have
+    compare    what it says it holds with the model, on every rank: of another model it is one error everywhere, and
+               nothing has changed
+    read       straight into the parameters where they lie (``stored``), then values: optimizer, modules, generators
+
+No rank ever holds a whole tensor that is split.
 """
 
 from __future__ import annotations

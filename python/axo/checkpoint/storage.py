@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from axo.checkpoint import checksum, state
-from axo.checkpoint.metadata import Piece
+from axo.checkpoint.metadata import Extent
 
 HOT = 1 << 20  # bytes that are hashed at once: a core's own cache still holds most of them
 
 
-def write(path: Path, values: Iterable[Any]) -> list[Piece]:
+def write(path: Path, values: Iterable[Any]) -> list[Extent]:
     """Write tensors and plain values as one file, synced. Returns where each is.
 
     Raises:
@@ -30,20 +30,20 @@ def write(path: Path, values: Iterable[Any]) -> list[Piece]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)  # who moved the folder away meanwhile has moved an empty one
     with _errors_of_the_disk(), open(path, "wb") as file:
-        pieces = [_write(file, path.name, value) for value in values]
+        extents = [_write(file, path.name, value) for value in values]
         file.flush()
         os.fsync(file.fileno())
-    return pieces
+    return extents
 
 
-def _write(file: BinaryIO, name: str, value: Any) -> Piece:
+def _write(file: BinaryIO, name: str, value: Any) -> Extent:
     start = file.tell()
     if not isinstance(value, torch.Tensor):
         buffer = io.BytesIO()
         torch.save(value, buffer)
         data = buffer.getbuffer()
         file.write(data)
-        return Piece(name, start, len(data), (start, len(data), checksum.of(data)))
+        return Extent(name, start, len(data), (start, len(data), checksum.of(data)))
     tensor = state.on_host(value)
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()  # torch.save writes whole storages
@@ -53,7 +53,7 @@ def _write(file: BinaryIO, name: str, value: Any) -> Piece:
     if tensor.nbytes:
         assert watched.position is not None, "torch.save copied the tensor's bytes before it wrote them"
         checked = watched.position, tensor.nbytes, checksum.text(watched.value)
-    return Piece(name, start, file.tell() - start, checked)
+    return Extent(name, start, file.tell() - start, checked)
 
 
 class _WatchedFile:

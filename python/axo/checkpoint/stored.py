@@ -23,7 +23,7 @@ import torch
 from axo import files
 from axo.checkpoint import checksum, metadata, state
 from axo.checkpoint.boxes import Box, Parts, overlaps
-from axo.checkpoint.metadata import Piece, StoredTensor
+from axo.checkpoint.metadata import Extent, StoredTensor
 from axo.checkpoint.storage import HOT
 
 Item = TypeVar("Item")
@@ -48,10 +48,6 @@ class StoredFile:
         self._values = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         self.tensors: state.Described = {name: (tuple(each.shape), each.dtype) for name, each in self._values.items()}
         self.names = {name: name for name in self.tensors}
-
-    def holds(self, entry: str) -> bool:
-        """Whether there is such an entry, that is no tensor."""
-        return False
 
     def read(self, wanted: Iterable[tuple[str, Parts]]) -> None:
         """Fill each part from the entry that is named beside it."""
@@ -84,7 +80,8 @@ class StoredFolder:
         self.names |= {alias: name for alias, name in aliases.items() if name in self.tensors}
 
     def holds(self, entry: str) -> bool:
-        return isinstance(self._contents.get(entry), Piece)
+        """Whether there is such an entry, that is no tensor."""
+        return isinstance(self._contents.get(entry), Extent)
 
     def tensors_of(self, kind: str) -> state.Described:
         """Name -> whole shape and dtype of the tensors of one kind."""
@@ -96,9 +93,9 @@ class StoredFolder:
 
     def value(self, entry: str) -> Any:
         """An entry that is no tensor."""
-        piece = self._contents[entry]
-        assert isinstance(piece, Piece)
-        return _Reading(self.path, entry, piece, self._verify).load()
+        extent = self._contents[entry]
+        assert isinstance(extent, Extent)
+        return _Reading(self.path, entry, extent, self._verify).load()
 
     def read(self, wanted: Iterable[tuple[str, Parts]]) -> None:
         """Fill each part from the entry that is named beside it.
@@ -113,12 +110,12 @@ class StoredFolder:
             of_box: dict[Box, _Reading] = {}
             for own, box, common in overlaps(parts.boxes, list(tensor.chunks)):
                 if box not in of_box:
-                    piece = tensor.chunks[box]
-                    of_box[box] = _Reading(self.path, entry, piece, self._verify, box, tensor.dtype)
+                    extent = tensor.chunks[box]
+                    of_box[box] = _Reading(self.path, entry, extent, self._verify, box, tensor.dtype)
                 of_box[box].targets.append((common, common.within(own, parts.view(own))))
             readings += of_box.values()
         # The largest first, so that neither thread reads alone in the end; small ones as they lie.
-        readings.sort(key=lambda each: (-(each.piece.length // HOT), each.piece.file, each.piece.start))
+        readings.sort(key=lambda each: (-(each.extent.length // HOT), each.extent.file, each.extent.start))
         _on_two_threads(_Reading.run, readings)
 
     def _checked(self, head: Any) -> dict[str, Any]:
@@ -148,7 +145,7 @@ class _Reading:
 
     path: Path
     entry: str
-    piece: Piece
+    extent: Extent
     verify: bool
     box: Box = _NOWHERE
     dtype: torch.dtype | None = None
@@ -156,7 +153,7 @@ class _Reading:
 
     def run(self) -> None:
         target = self.targets[0][1]
-        if self.piece.checked is None:
+        if self.extent.checked is None:
             value = self.load()
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != self.box.size:
                 self.damaged("it holds no tensor of that size")
@@ -173,7 +170,7 @@ class _Reading:
 
     def load(self) -> Any:
         """What ``torch.save`` wrote, read whole."""
-        data = np.empty(self.piece.length, np.uint8)
+        data = np.empty(self.extent.length, np.uint8)
         self.fill(data.data)
         try:
             return torch.load(io.BytesIO(data.data), map_location="cpu", weights_only=True)
@@ -182,8 +179,8 @@ class _Reading:
 
     def fill(self, view: memoryview) -> None:
         """Read the bytes into ``view``, and compare their checksum."""
-        position, _, expected = self.piece.checked or (self.piece.start, 0, None)
-        file, done, value = self.path / self.piece.file, 0, 0
+        position, _, expected = self.extent.checked or (self.extent.start, 0, None)
+        file, done, value = self.path / self.extent.file, 0, 0
         verify = self.verify and expected is not None
         try:
             with files.open_regular(file) as opened:
@@ -202,7 +199,7 @@ class _Reading:
 
     def damaged(self, why: str) -> NoReturn:
         at = f", the part at {self.box.offset}" if any(self.box.offset) else ""
-        raise ValueError(f"checkpoint: {self.path} is damaged: {self.piece.file}, {self.entry}{at}: {why}")
+        raise ValueError(f"checkpoint: {self.path} is damaged: {self.extent.file}, {self.entry}{at}: {why}")
 
 
 def _takes_bytes(target: torch.Tensor, box: Box, dtype: torch.dtype | None) -> bool:

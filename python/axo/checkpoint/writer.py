@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import io
 import itertools
-import math
 import os
 import re
 import sys
@@ -125,7 +124,8 @@ def save(
             part = folders.UnfinishedCheckpoint(final, run) if rank_in(group) == 0 else None
         path = Path(share(group, part and str(part.folder))[0])
         if async_:
-            with on_all_ranks(group, (MemoryError, RuntimeError), _without_memory):
+            why = "checkpoint: async_=True has no memory for a copy ({}); save without it"
+            with on_all_ranks(group, (MemoryError, RuntimeError), lambda e: why.format(state.reason(e))):
                 for entry, value in entries.items():  # copies in host memory
                     entries[entry] = value.staged() if isinstance(value, Parts) else deepcopy(_without_graphs(value))
     except BaseException:
@@ -145,10 +145,6 @@ def save(
 
 class OfFirst(dict[str, Any]):
     """What rank 0 alone knows, and saves for all, as ``extra``."""
-
-
-def _without_memory(error: Exception) -> str:
-    return f"checkpoint: async_=True has no memory for a copy ({state.reason(error)}); save without it"
 
 
 def _without_graphs(value: Any) -> Any:
@@ -243,15 +239,18 @@ def write(
         CheckpointError: It failed; on every rank.
     """
     rank, problem, interrupt, written = rank_in(group), "", None, []
-    holds = {(name, box): size for name, value in entries.items() for box, size in _held(value)}
+    holds: dict[tuple[str, Box | None], int] = {}  # bytes
+    for name, value in entries.items():
+        tensor = isinstance(value, Parts)
+        holds |= {(name, box): value.view(box).nbytes for box in value.boxes} if tensor else {(name, None): 0}
     try:
         writers = assign(share(group, holds))
         own = [key for key, writer in writers.items() if writer == rank]
         try:
             values = (entries[name] if box is None else entries[name].view(Box(*box)) for name, box in own)
-            for (name, box), piece in zip(own, storage.write(path / f"__{rank}_0.distcp", values), strict=True):
+            for (name, box), extent in zip(own, storage.write(path / f"__{rank}_0.distcp", values), strict=True):
                 whole = None if box is None else (str(entries[name].local.dtype), entries[name].shape)
-                written.append((name, box, whole, piece))
+                written.append((name, box, whole, extent))
         except BaseException as error:
             problem = f"rank {rank}: {str(error) or type(error).__name__}"
             interrupt = None if isinstance(error, Exception) else error
@@ -274,21 +273,14 @@ def write(
         raise CheckpointError(f"checkpoint: {final} was not written: {next(filter(None, problems))}")
 
 
-def _held(value: Any) -> list[tuple[Box | None, int]]:
-    """The boxes of a tensor that this rank holds, and their bytes; of a value None, and no bytes."""
-    if not isinstance(value, Parts):
-        return [(None, 0)]
-    return [(box, math.prod(box.size) * value.local.dtype.itemsize) for box in value.boxes]
-
-
 def _contents(written: Iterable[Any]) -> metadata.Contents:
     contents: metadata.Contents = {}
-    for name, box, whole, piece in written:
+    for name, box, whole, extent in written:
         if whole is None:
-            contents[name] = metadata.Piece(*piece)
+            contents[name] = metadata.Extent(*extent)
             continue
         dtype = getattr(torch, whole[0].removeprefix("torch."))
         tensor = contents.setdefault(name, metadata.StoredTensor(dtype, whole[1], {}))
         assert isinstance(tensor, metadata.StoredTensor)
-        tensor.chunks[Box(*box)] = metadata.Piece(*piece)
+        tensor.chunks[Box(*box)] = metadata.Extent(*extent)
     return contents

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from axo.perf.planner import Candidate
 
 MOST_TOKENS = 1e18
-Part = str | tuple[str, "Table"]  # of what is printed: a sentence, or a table and its title
+Shown = str | tuple[str, "Table"]  # of what is printed: a sentence, or a table and its title
 Pictures = tuple[dict[str, bytes], Callable[[], str]]  # PNGs by title, and what gives the page that holds them
 
 PlotOut = Annotated[Path | None, typer.Option("--plot", help="Write the plots (PNG) into this folder.")]
@@ -126,7 +126,7 @@ class Outputs(NamedTuple):
         if self.html is not None:
             write(self.html, page())
 
-    def say(self, *parts: Part) -> None:
+    def say(self, *parts: Shown) -> None:
         """Print sentences and tables (title, table), unless a result goes to stdout; what is empty is left out."""
         if is_stdout(self.json_out) or is_stdout(self.csv_out):
             return
@@ -223,7 +223,7 @@ def plan(
     outputs.write(lambda: output.plan_json(ranking, gpu_hour=gpu_hour), draw, lambda: output.plan_csv(ranking))
 
 
-def _summary(ranking: planner.GridPlan, top: int, gpu_hour: float) -> list[Part]:
+def _summary(ranking: planner.GridPlan, top: int, gpu_hour: float) -> list[Shown]:
     """What is printed of every plan."""
     from axo.perf import others, output
 
@@ -259,11 +259,11 @@ def _summary(ranking: planner.GridPlan, top: int, gpu_hour: float) -> list[Part]
     ]  # fmt: skip
 
 
-def _details(ranking: planner.GridPlan, chosen: Candidate) -> list[Part]:
+def _details(ranking: planner.GridPlan, chosen: Candidate) -> list[Shown]:
     """What is printed of one grid."""
     from axo.perf import output
 
-    parts: list[Part] = ["\n" + ranking.why(chosen)]
+    parts: list[Shown] = ["\n" + ranking.why(chosen)]
     if chosen.time is not None:
         parts.append((f"traffic of {chosen.grid}", output.traffic_table(ranking, chosen)))
     if chosen.memory is not None:

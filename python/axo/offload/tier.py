@@ -39,10 +39,6 @@ class Tier(ABC):
             OSError: There is no room.
         """
 
-    def granted(self, size: int) -> int:
-        """Bytes that are taken where ``size`` are asked for."""
-        return size
-
     def soon(self, tensor: torch.Tensor) -> None:  # noqa: B027  most memory need not be told
         """The tensor, dense and of a block, will be read soon."""
 
@@ -106,9 +102,6 @@ class PinnedMemory(Tier):
     def block(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
-    def granted(self, size: int) -> int:
-        return 1 << (size - 1).bit_length()  # as torch's allocator rounds it
-
 
 class Runs(Tier):
     """Blocks that are kept for good, cut out of few large ones: a process can map some 65,000 files.
@@ -126,7 +119,8 @@ class Runs(Tier):
     def block(self, size: int) -> torch.Tensor:
         room = -(-size // PAGE) * PAGE
         if room > self._left.numel():
-            self._left = self._tier.block(self._tier.granted(max(room, min(self._cut, RUN))))
+            run = 1 << (min(max(room, self._cut), RUN) - 1).bit_length()  # torch rounds pinned memory so
+            self._left = self._tier.block(max(room, run))
         block, self._left = self._left[:size], self._left[room:]
         self._cut += room
         return block

@@ -168,7 +168,7 @@ def _senders(axes: tuple[str, ...], target: Coords, coords: Coords) -> Iterator[
             return
 
 
-class Piece(NamedTuple):
+class RankRows(NamedTuple):
     """Rows of G and H that one rank has: a range of the m, and that rank's coordinates."""
 
     start: int
@@ -176,13 +176,13 @@ class Piece(NamedTuple):
     coords: Coords
 
 
-class Part(NamedTuple):
+class SharedRows(NamedTuple):
     """Rows of X that ranks along the columns' axes share: a range of the m, and who has these rows of G."""
 
     start: int
     stop: int
     coords: Coords
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RankRows, ...]
 
 
 class MatrixLayout:
@@ -209,7 +209,7 @@ class MatrixLayout:
         return self.placement.local_shape(self.grid, coords)[0 if self.transposed else 1]
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[SharedRows, ...]:
         """The rows of X, part by part, as if they lay one behind the other."""
         dim = 1 if self.transposed else 0
         where = list(self._places(self.rows_over))
@@ -221,15 +221,15 @@ class MatrixLayout:
             for number, column in enumerate(across):
                 low, high = chunk_bounds(stop - start, len(across), number)
                 both = at._replace(**{axis: getattr(column, axis) for axis in self.columns_over})
-                pieces.append(Piece(start + low, start + high, both))
-            parts.append(Part(start, stop, at, tuple(pieces)))
+                pieces.append(RankRows(start + low, start + high, both))
+            parts.append(SharedRows(start, stop, at, tuple(pieces)))
         return tuple(parts)
 
-    def part_of(self, coords: Coords) -> Part:
+    def part_of(self, coords: Coords) -> SharedRows:
         """The rows of X that the rank at ``coords`` has."""
         return next(part for part in self.parts if _same(part.coords, coords, self.rows_over))
 
-    def piece_of(self, coords: Coords) -> Piece:
+    def piece_of(self, coords: Coords) -> RankRows:
         """The rows of G that the rank at ``coords`` has."""
         return next(each for each in self.part_of(coords).pieces if _same(each.coords, coords, self.columns_over))
 
@@ -296,7 +296,7 @@ class _Distributed:
                 result[self._local(piece)] += rows @ other
         return result.to(x.dtype)
 
-    def _local(self, piece: Piece) -> slice:
+    def _local(self, piece: RankRows) -> slice:
         """Where rows of this rank's part of X lie in it."""
         return slice(piece.start - self.part.start, piece.stop - self.part.start)
 
