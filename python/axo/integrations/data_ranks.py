@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -123,15 +124,20 @@ class _Group:
 def cut_for_data_ranks(loader: Any, comms: Communicators) -> None:
     """See that what ``loader`` reads from is not cut by rank: a DistributedSampler is cut anew.
 
+    Every rank must call it.
+
     Raises:
-        axo.Refused: Something else of it holds the numbers of ranks.
+        axo.Refused: Something else of it holds the numbers of ranks, under whatever names.
     """
     sampler = getattr(loader, "sampler", None)
     batches = getattr(loader, "batch_sampler", None)
     dataset = loader.dataset
-    for each in (sampler, batches, getattr(batches, "sampler", None), dataset, getattr(dataset, "_distributed", None)):
+    sources = (sampler, batches, getattr(batches, "sampler", None), dataset, getattr(dataset, "_distributed", None))
+    for each, name in zip(sources, _rank_names(sources, comms), strict=True):
         parts = next((value for name in _PARTS if isinstance(value := getattr(each, name, None), int)), None)
         part = getattr(each, "rank", None)
+        if name and comms.everyone.size in _numbers(each).values():
+            parts, part = comms.everyone.size, _numbers(each)[name]
         of_ranks = parts == comms.everyone.size or (parts == comms.data_ranks and comms.arrangement.leads(comms.coords))
         if parts is None or not of_ranks or (parts, part) == (comms.data_ranks, comms.data_rank):
             continue
@@ -147,4 +153,25 @@ def cut_for_data_ranks(loader: Any, comms: Communicators) -> None:
         each.set_epoch(epoch)
 
 
+def _numbers(source: Any) -> dict[str, int]:
+    return {name: value for name, value in getattr(source, "__dict__", {}).items() if type(value) is int}
+
+
+def _rank_names(sources: Sequence[Any], comms: Communicators) -> list[str | None]:
+    """For each source the name of a number that is the rank, on every rank; None where it has none."""
+    if comms.data_ranks == comms.everyone.size:
+        return [None] * len(sources)
+    keys = [
+        {name: zlib.crc32(f"{place} {name}".encode()) % _SLOTS for name in _numbers(source)}
+        for place, source in enumerate(sources)
+    ]
+    is_rank = torch.zeros(_SLOTS, dtype=torch.int64, device=comms.device)
+    for source, slots in zip(sources, keys, strict=True):
+        for name, slot in slots.items():
+            is_rank[slot] |= _numbers(source)[name] == comms.everyone.rank
+    everywhere = comms.everyone.all_reduce(is_rank, "min").tolist()
+    return [next((name for name, slot in slots.items() if everywhere[slot]), None) for slots in keys]
+
+
+_SLOTS = 4096  # for names of numbers: two that share one are taken for each other
 _PARTS = ("num_replicas", "world_size")
