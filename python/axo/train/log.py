@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from litgpt.config import Config
@@ -28,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from axo import files
 from axo.checkpoint.folder import whole_file
+from axo.files import open_own
 from axo.perf.flops import narayanan
 from axo.train import models
 from axo.train.config import LOG_NAME, TrainConfig
@@ -60,9 +62,9 @@ class TrainLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = _lines_before(self.path, start)
         if kept:  # until they are on disk once more they stay where they are
-            with whole_file(self.path.resolve()) as unfinished:
+            with whole_file(self.path) as unfinished:
                 unfinished.write_text("".join(kept), encoding="utf-8")
-        self._file = open(self.path, "a" if kept else "w", encoding="utf-8")
+        self._file = _open(self.path, anew=not kept)
         assert model.padded_vocab_size is not None
         sizes = (config.batch_size, config.seq_len, model.n_layer, model.n_embd, model.padded_vocab_size)
         self._flops = [narayanan(*sizes, recompute=recompute) for recompute in (False, config.recompute)]
@@ -97,7 +99,7 @@ class TrainLog:
             if not self.path.exists():  # moved or removed, with the run's folder or alone
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file.close()
-                self._file = open(self.path, "a", encoding="utf-8")
+                self._file = _open(self.path, anew=False)
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         except OSError as error:
@@ -107,6 +109,18 @@ class TrainLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _open(path: Path, *, anew: bool) -> TextIO:
+    """A run's log, at its end; no link to a file elsewhere.
+
+    Raises:
+        ValueError: It is one.
+    """
+    descriptor = open_own(path)
+    if anew:
+        os.ftruncate(descriptor, 0)
+    return os.fdopen(descriptor, "a", encoding="utf-8")
 
 
 def _lines_before(path: Path, start: int) -> list[str]:
@@ -190,6 +204,7 @@ def draw(
     figure.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
     top.set_title(subtitle, loc="left", fontsize=10, color=_MUTED)
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # a link there is not followed
     figure.savefig(path)
 
 
