@@ -87,5 +87,6 @@ def without_values(model: nn.Module, memo: dict[int, Any], root: nn.Module | Non
 def _filled(value: Any, memo: dict[int, Any], fill: Any) -> Any:
     """A shallow copy of a container, known before it is filled: it may hold itself."""
     new = memo[id(value)] = copy.copy(value)
-    fill(new)
+    if value:  # most tables of hooks are empty
+        fill(new)
     return cast(Any, new)
