@@ -5,6 +5,7 @@
 # make soak     the long proofs        make gpu    what needs a GPU        make bench    the benchmarks
 # make build    rebuild the extension when csrc changed        make clean    remove what was built
 # make docs     this documentation as a site, in build/site
+# make wheels   a wheel for each torch, audited and tried      make aarch64    the core's C++ tests on an emulated Arm
 #
 # The first run makes .venv, installs the newest torch into it, then the rest, then builds. Another torch of those that
 # docs/install.md lists:
@@ -31,7 +32,7 @@ wanted = $(V)/bin/python -c 'import functools, sys, tomllib; \
 # The first Python of at least 3.11, plain python3 before others.
 PYTHON := $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
-.PHONY: demo test check lint soak soak-runtime soak-python compile-defaults compile-matrix gpu docs bench build clean distclean prerequisites
+.PHONY: demo test check lint soak soak-runtime soak-python compile-defaults compile-matrix gpu docs bench build wheels aarch64 clean distclean prerequisites
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -101,6 +102,21 @@ bench: $(V)/.built
 	$(V)/bin/axo bench gemm $(ARGS)
 
 build: $(V)/.built
+
+# ARGS="--python python3.11,python3.13 --torch 2.14,2.15": one for each pair, in dist/.
+wheels: $(V)/bin/python
+	$(V)/bin/python -m bench.tools.wheels $(ARGS)
+
+# The core, compiled for another processor. What the emulator does not do is left out: robust locks, which tell that a
+# rank has died; mappings of half a machine's memory; a limit of open files.
+ARM := aarch64-linux-gnu
+aarch64:
+	@command -v $(ARM)-g++ >/dev/null && command -v qemu-aarch64-static >/dev/null || \
+	  { echo "This needs first:  sudo apt-get install -y g++-$(ARM) qemu-user-static"; exit 1; }
+	$(MAKE) --no-print-directory -s -j$(CORES) -C csrc/tests CXX=$(ARM)-g++ OUT=../../build/csrc-tests-aarch64 build
+	$(MAKE) --no-print-directory -s -C csrc/tests CXX=$(ARM)-g++ OUT=../../build/csrc-tests-aarch64 test \
+	  RUN="qemu-aarch64-static -L /usr/$(ARM)" \
+	  FILTER="-kill -hide_a_death -shared_buffers -fuzz_shared_segment -may_open_no_files $(ARGS)"
 
 prerequisites:
 	@missing=""; \

@@ -81,7 +81,7 @@ class Run:
         fields |= {"block_size": row["seq_length"], "vocab_size": self.model["padded_vocab_size"]} | self.model
         workload = readers.from_litgpt(fields, seq_length=row["seq_length"])
         return planner.Request(
-            workload.with_checkpointing(row["recompute"] != "none"),
+            workload,
             replace(on, memory_gib=1e6),
             row["gpus"],
             row["sequences"] * row["seq_length"],
@@ -89,7 +89,7 @@ class Run:
             zero=row.get("zero", 0),
             precision=row.get("precision", "bf16-mixed"),
             micro_batches=row["micro_batches"],
-            selective=row["recompute"] == "selective",
+            recompute=row["recompute"],
             sequence_parallel=row.get("sp", False),
             pipeline=(row["stages"],),
             schedules=(row.get("schedule", "1f1b"),),

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,17 +112,16 @@ def rates(device: torch.device, toy: bool, table: Table) -> tuple[float, float]:
 
 def planned(sizes: Sizes) -> float:
     """GiB that the planner gives such a step of Axo's at its fullest, without its share for waste and libraries."""
-    from axo.perf.layer_time import RunOptions  # want PyYAML, which a GPU's bare machine may lack
     from axo.perf.memory import GIB, estimate
+    from axo.perf.run_options import RunOptions  # want PyYAML, which a GPU's bare machine may lack
     from axo.perf.workload import gpt
 
     model = gpt(
         "a step", layers=sizes.layers, hidden=sizes.hidden, heads=sizes.heads, vocab=sizes.vocab,
         seq_length=sizes.seq_len, bias=False,
     )  # fmt: skip
-    blocks = (replace(block, checkpointed=sizes.recompute and block.repeat > 1) for block in model.blocks)
-    model = replace(model, blocks=tuple(blocks))
-    memory = estimate(model, Grid(), RunOptions(batch_tokens=sizes.tokens))
+    run = RunOptions(batch_tokens=sizes.tokens, recompute="full" if sizes.recompute else "none")
+    memory = estimate(model, Grid(), run)
     return max(memory.moments.values()) / GIB
 
 

@@ -32,7 +32,8 @@ import torch
 from axo import dryrun
 from axo.grid import Grid
 from axo.perf import memory, readers
-from axo.perf.layer_time import PRECISIONS, RunOptions
+from axo.perf.layers import LinearKind
+from axo.perf.run_options import PRECISIONS, RunOptions
 from axo.perf.workload import Workload
 from axo.train import models
 from axo.train.config import TrainConfig
@@ -96,14 +97,14 @@ def estimate(case: Case) -> tuple[Workload, RunOptions, memory.Memory]:
     """What the planner knows of the step, and what it counts."""
     config = case.config()
     fields = vars(models.resolve(config.model, config.model_overrides))
-    workload = readers.from_litgpt(fields, seq_length=LENGTH).with_checkpointing(config.recompute)
+    workload = readers.from_litgpt(fields, seq_length=LENGTH)
     sizes: dict[str, Any] = {**PRECISIONS[case.precision]}
     run = RunOptions(
         SEQUENCES * LENGTH,
         cached_gathers=float(config.gather_cache == "all"),
         micro_batches=config.accumulate,
         zero=config.zero,
-        selective=case.recomputed == "selective",
+        recompute=case.recomputed,
         sequence_parallel=case.split,
         **sizes,
     )
@@ -115,9 +116,9 @@ def planned(case: Case) -> dict[str, float]:
     (workload, run, held), config = estimate(case), case.config()
     read = held.gathered
     if run.cached_gathers:  # the head's too, or a block's that is cast again when it runs again
-        linear = [[layer for layer in block.layers if layer.kind == "linear"] for block in workload.blocks]
+        linear = [[layer for layer in block.layers if isinstance(layer, LinearKind)] for block in workload.blocks]
         again = linear[1] if config.recompute and config.grid.z == 1 else []
-        each = (sum(memory.read(layer, config.grid, run) for layer in layers) for layers in (linear[-1], again))
+        each = (sum(layer.weight_read(config.grid, run) for layer in layers) for layers in (linear[-1], again))
         read += max(each)
     return {
         "saved": held.saved, "weights": held.weights, "optimizer": held.optimizer, "gradients": held.gradients,
@@ -174,6 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
                 file.write(json.dumps(line) + "\n")
                 lines.append(line)
             file.flush()
+            print(f"{len(wanted) - len(left)} of {len(wanted)} cases are measured", flush=True)
     if left:
         print(f"{len(left)} of {len(wanted)} cases are not measured yet; run the same command again")
     return report(lines)

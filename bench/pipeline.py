@@ -34,6 +34,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 import axo
+from axo.checkpoint.ranks import checkpoint_group, share
 from axo.overlap.weight_phase import WeightPhase
 from axo.perf.pipeline_schedule import KINDS, rank_of, simulate
 from axo.pipeline.actions import METHODS, RecordedAction, record
@@ -174,8 +175,8 @@ def measure(ranks: int, options: argparse.Namespace, table: Table) -> list[dict[
                 with filled_up(stages, each), record(stages) as ran:
                     schedule.step(batch, target=batch)
                 spent = time.perf_counter() - start
-                every: list[Any] = [None] * ranks
-                dist.all_gather_object(every, (spent, ran, sent_at(schedule, ran)))
+                told = share(checkpoint_group(comms), (spent, ran, sent_at(schedule, ran)))
+                every = [(spent, [RecordedAction(*one) for one in ran], sent) for spent, ran, sent in told]
                 if repeat:  # the first makes connections
                     steps[one].append(bubbles(name, every, options.microbatches))
                 expected = torch.full((WIDTH,), float(batch.shape[0]))

@@ -30,7 +30,7 @@ import torch
 from axo.comm.connect import Communicators
 from axo.grid import Grid
 from axo.perf import machine, model, planner, profile, readers, simulator
-from axo.perf.layer_time import RunOptions
+from axo.perf.run_options import RunOptions
 from axo.perf.stages import StageTimes, planned
 from axo.perf.workload import Workload
 from axo.train.data import rank_rows
@@ -142,7 +142,7 @@ class State:
 
 def workload() -> Workload:
     """The model as the planner reads it."""
-    return readers.from_litgpt(CONFIG, seq_length=LENGTH).with_checkpointing(False)
+    return readers.from_litgpt(CONFIG, seq_length=LENGTH)
 
 
 def measure_machine(limit: float) -> dict[str, Any]:
@@ -222,13 +222,14 @@ def predictions(plan: str, on: machine.Machine) -> tuple[float, float, float]:
     """Seconds of a step: the closed form, the simulator, the closed form without placement."""
     name, _, how = plan.partition(" ")
     work, grid, tokens = workload(), Grid.parse(name), SEQUENCES * LENGTH
-    run = RunOptions(tokens, itemsize=4, cached_gathers=1.0, sequence_parallel="tokens" in how)
+    split = "tokens" in how
+    run = RunOptions(tokens, itemsize=4, cached_gathers=1.0, recompute="none", sequence_parallel=split)
     if "tesseract" in how:
-        run = replace(run, cached_gathers=0.0, algorithm="tesseract")
+        run = run._replace(cached_gathers=0.0, algorithm="tesseract")
         closed, agnostic = (model.predict(work, grid, one, run).total for one in (on, one_bandwidth(on)))
         return closed, closed, agnostic
     if "stages" in how:
-        run = replace(run, micro_batches=micro_batches(grid), rows=grid.z * LENGTH)
+        run = run._replace(micro_batches=micro_batches(grid), rows=grid.z * LENGTH)
         cut = replace(planned(work, STAGES, "1f1b"), bounds=(0, 1, 2))
         closed, agnostic = (StageTimes(work, grid, one, run).predict(cut).total for one in (on, one_bandwidth(on)))
         timing = StageTimes(work, grid, on, run)

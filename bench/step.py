@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from axo.checkpoint.ranks import checkpoint_group, share
 from axo.launch import RankFailed
 from axo.perf.flops import narayanan
 
@@ -169,16 +170,15 @@ def play(case: str, options: argparse.Namespace, index: int, pipe: Connection) -
     sizes, comms = begin(case, options)
     player = Player(entry.make(comms), sizes, comms)
     answer: Any = player.name
-    question: list[Any] = [None]
     while True:
+        question: Any = None
         if comms.everyone.rank == 0:
             pipe.send(answer)
-            question = [pipe.recv()]
-        if comms.everyone.size > 1:
-            dist.broadcast_object_list(question)
-        if question[0] is None:
+            question = pipe.recv()
+        question = share(checkpoint_group(comms), question)[0]
+        if question is None:
             break
-        what, *arguments = question[0]
+        what, *arguments = question
         answer = getattr(player, what)(*arguments)
     comms.close()
 

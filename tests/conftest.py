@@ -1,5 +1,6 @@
 """Shared set-up of the tests, and a line at the end that says what did not run."""
 
+import atexit
 import gc
 import os
 from collections import Counter
@@ -24,6 +25,7 @@ _left_out: Counter[str] = Counter()
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else Triton's modules report all of theirs as leaked when the run ends
     gc.set_threshold(50_000, 10, 10)  # with Python's 700 a tenth of the time goes into the search
     gc.enable()
 

@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 import axo
 from axo import launch
 from axo.errors import CheckpointError, ResourceError, user_message
-from axo.launch import launch_local
+from axo.launch import STORE, launch_local
 from tests.launcher import rank_outcomes, run_ranks
 
 LISTEN = "0A"
@@ -66,6 +66,49 @@ def launch_two() -> list[str]:
 
 def test_local_ranks_listen_on_no_port() -> None:
     assert run_ranks(launch_two, 1) == [[]]
+
+
+NOBODY = 65534  # another user
+
+
+def open_to_another_user(places: list[str]) -> list[str]:
+    """Those of ``places`` that another user can list, read or write."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        opened = []
+        for place in places:
+            for way in (os.listdir, Path.read_bytes, lambda path: path.open("ab")):
+                with suppress(OSError):
+                    way(Path(place))
+                    opened.append(place)
+        os.write(writer, "\n".join(opened).encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as told:
+        return told.read().split()
+
+
+def read_by_another_user() -> list[str]:
+    """On a rank: what another user can see or change of where the ranks meet."""
+    with axo.connect("2x1x1x1") as comms:
+        store = os.environ[STORE].partition(" ")[2]
+        assert Path(store).stat().st_size > 0
+        opened = open_to_another_user([os.path.dirname(store), store, "/proc/self/status"])
+        comms.world.barrier()
+    return opened
+
+
+def launch_beside_another_user() -> list[str]:
+    return launch_local(read_by_another_user, 2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_reads_and_sets_no_key_of_a_local_run() -> None:
+    assert run_ranks(launch_beside_another_user, 1) == [["/proc/self/status"]]
 
 
 def test_shared_memory_that_cannot_be_written_is_named(monkeypatch) -> None:

@@ -96,5 +96,6 @@ def test_message_names_what_would_work():
     with pytest.raises(ValueError) as error:
         check_divides("Linear 'mlp.fc'", "in_features", 30, "y", 4)
     assert str(error.value) == (
-        "Linear 'mlp.fc': in_features=30 does not divide over y=4; use 28 or 32, or a grid with y in {1, 2, 3, 5, 6}"
+        "Linear 'mlp.fc': in_features=30 does not divide over y=4; use in_features=28 or 32,"
+        " or a grid with y in {1, 2, 3, 5, 6}"
     )

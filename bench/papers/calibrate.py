@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from axo.grid import Grid
 from axo.perf import flops, machine, model, planner, readers
-from axo.perf.layer_time import OVERLAPS
+from axo.perf.run_options import OVERLAPS
 
 BATCH = 2**24  # 16.8M tokens
 GEMM = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
@@ -108,7 +108,7 @@ def tabulate(row: Row) -> Table:
         near.update({candidate.grid: candidate for candidate in timed[:4]})
     work = (
         100
-        * flops.step_flops(asked.workload, BATCH, full_attention=True)
+        * flops.step_flops(asked.workload, BATCH, recompute=True, full_attention=True)
         / (row.gpus * asked.machine.peak_tflops * 1e12)
     )
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from axo.grid import AXES, Grid
-from axo.perf.layer_time import RunOptions
 from axo.perf.machine import Machine
+from axo.perf.run_options import RunOptions
 from axo.perf.workload import Workload
 
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from axo.grid import Grid
 from axo.perf import machine, model, planner, readers
-from axo.perf.layer_time import RunOptions
 from axo.perf.model import StepTime
 from axo.perf.planner import Candidate, GridPlan, Request
+from axo.perf.run_options import RunOptions
 
 from . import calibrate
 from .calibrate import Row

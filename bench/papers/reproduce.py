@@ -14,8 +14,8 @@ import yaml
 
 from axo.grid import Grid
 from axo.perf import machine, model, planner, readers
-from axo.perf.layer_time import RunOptions
 from axo.perf.planner import DAY, GridPlan, Request
+from axo.perf.run_options import RunOptions
 from axo.perf.workload import Workload
 
 from . import calibrate, equations, figures
@@ -165,9 +165,9 @@ def rankings() -> Group:
 def measured_steps() -> tuple[dict[Grid, float], Workload, machine.Machine, RunOptions]:
     """Seconds of a step by grid (``grids.yaml``); the model, the machine on which it ran, and how the steps ran."""
     numbers = yaml.safe_load((HERE / "grids.yaml").read_text())
-    run = RunOptions(numbers["sequences"] * numbers["length"], itemsize=4, cached_gathers=1.0)
+    run = RunOptions(numbers["sequences"] * numbers["length"], itemsize=4, cached_gathers=1.0, recompute="none")
     seconds = {Grid.parse(grid): float(value) for grid, value in numbers["seconds"].items()}
-    workload = readers.from_litgpt(numbers["config"], seq_length=numbers["length"]).with_checkpointing(False)
+    workload = readers.from_litgpt(numbers["config"], seq_length=numbers["length"])
     return seconds, workload, machine.load(str(HERE / "machine.yaml")), run
 
 
@@ -307,7 +307,7 @@ CANNOT: tuple[str, ...] = (
     "The drop at 32,768 GCDs in full: no congestion that grows with the machine is modelled, and this row is too high.",
     "640B on frontier, and the first paper's exposed communication on 1,024 GCDs (ZeRO-3's too): the predictions are"
     " far too fast, and nothing in the text says what slowed these runs; two mechanisms that could, each fitted on one"
-    " row, take away from rows that were right (docs/planner.md).",
+    " row, take away from rows that were right (docs/notes/planner.md).",
     "The 5B row of perlmutter: it lies below its neighbours, against the papers' own curve.",
     "Run-to-run variation on perlmutter and alps, which the paper notes itself.",
 )

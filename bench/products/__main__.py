@@ -119,9 +119,12 @@ def plot(path: Path, ranks: int) -> None:
 
     winners = [[least(wide, high) for wide in aspects] for high in aspects]
     with panels(path, (12, 4.2), columns=2) as (left, right):
+        lines: dict[tuple[float, ...], list[str]] = {}  # some are equal where k = n: one line with both names
         for name in names:
-            points = [moved(name, Shape(int(base * aspect), base, base)) / base**2 for aspect in aspects]
-            left.plot(aspects, points, marker=".", label=name)
+            points = tuple(moved(name, Shape(int(base * aspect), base, base)) / base**2 for aspect in aspects)
+            lines.setdefault(points, []).append(name)
+        for points, equal in lines.items():
+            left.plot(aspects, points, marker=".", color=f"C{names.index(equal[0])}", label=", ".join(equal))
         left.set(xscale="log", yscale="log", xlabel="rows of activations / width of the weight, m / n (k = n)")
         left.set(ylabel="elements moved, forward and backward, in n^2", title=f"{ranks} ranks, each on its best grid")
         left.legend(fontsize=8, frameon=False)

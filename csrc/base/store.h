@@ -1,4 +1,5 @@
-// Store: where ranks meet before they have a communicator. A key-value map that all of them reach.
+// Store: where the ranks of GPUs meet before they have a communicator, and compare operations. A key-value map that all
+// of them reach.
 //
 // Implemented over c10d::Store for processes (torch/bindings.cpp) and over a mutex and a map for ranks as threads
 // (tests). What comes out of a store is outside input: check it before use.
@@ -18,8 +19,6 @@ class Store {
   virtual bool has(const std::string& key) = 0;
   // Blocks until the key exists; throws Timeout.
   virtual std::string get(const std::string& key, Milliseconds timeout) = 0;
-  // Forgets the key, if the store can; one that cannot keeps it, and then no later meeting may use the same key.
-  virtual void remove(const std::string& key) = 0;
 };
 
 }  // namespace axo

@@ -78,18 +78,21 @@ void WorkState::issued(std::uint64_t sequence, FlightRecorder* flight) {
   issued_.store(true, std::memory_order_release);
 }
 
-bool WorkState::complete(std::exception_ptr error, Clock::time_point time) noexcept {
-  std::vector<std::function<void()>> callbacks;
+bool WorkState::settle(std::exception_ptr error, Clock::time_point time) noexcept {
   std::shared_ptr<void> keep_alive;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (done_.load(std::memory_order_relaxed)) return false;
-    error_ = std::move(error);
-    end_time_ = time;
-    callbacks.swap(callbacks_);
-    if (!error_ && waited_) keep_alive = std::move(keep_alive_);
-    done_.store(true, std::memory_order_release);
-  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (done_.load(std::memory_order_relaxed)) return false;
+  error_ = std::move(error);
+  end_time_ = time;
+  if (!error_ && waited_) keep_alive = std::move(keep_alive_);
+  done_.store(true, std::memory_order_release);
+  return true;
+}
+
+// No lock: on_completion() adds nothing once the work is complete.
+void WorkState::call_back() noexcept {
+  std::vector<std::function<void()>> callbacks;
+  callbacks.swap(callbacks_);
   for (auto& callback : callbacks) {
     try {
       callback();
@@ -98,7 +101,12 @@ bool WorkState::complete(std::exception_ptr error, Clock::time_point time) noexc
       std::fprintf(stderr, "axo: a completion callback of %s threw: %s\n", describe().c_str(), e.what());
     }
   }
-  return true;
+}
+
+bool WorkState::complete(std::exception_ptr error, Clock::time_point time) noexcept {
+  const bool first = settle(std::move(error), time);
+  if (first) call_back();
+  return first;
 }
 
 void WorkState::refuse(std::exception_ptr error) {

@@ -38,6 +38,9 @@ class WorkState : public Work {
   void issued(std::uint64_t sequence, FlightRecorder* flight);
   // Ends the operation; null: well. True for the first end, which counts. Runs the callbacks; never throws.
   bool complete(std::exception_ptr error, Clock::time_point time = Clock::now()) noexcept;
+  // The same in two steps: from the first on it is complete for everybody, and who has taken it takes the second.
+  bool settle(std::exception_ptr error, Clock::time_point time) noexcept;
+  void call_back() noexcept;
   // The operation could not be issued: it ends with `error`.
   void refuse(std::exception_ptr error);
   bool has_callbacks() const;

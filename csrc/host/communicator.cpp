@@ -36,9 +36,10 @@ std::shared_ptr<Communicator> host::wrap_core(const std::shared_ptr<HostCore>& c
   return std::make_shared<HostCommunicator>(core);
 }
 
-std::shared_ptr<Communicator> create_host_communicator(Store& store, const std::string& key, int rank, int size,
-                                                       const HostOptions& options) {
-  return host::wrap_core(host::create_core(store, key, rank, size, options));
+std::shared_ptr<Communicator> create_host_communicator(const std::shared_ptr<host::Leader>& own,
+                                                       const std::string& address, int rank, int size,
+                                                       const HostOptions& options, const host::Watch& watch) {
+  return host::wrap_core(host::create_core(own, address, rank, size, options, watch));
 }
 
 }  // namespace axo

@@ -59,11 +59,13 @@ bool HostCore::progress(bool check) {
   return leave_and_complete() || moved;
 }
 
-// Leaves the gate, then tells whoever waits for the operations that have ended.
+// Operations that have ended are complete before another thread comes in: it may complete later ones. Whoever waits for
+// them is told outside of the gate.
 bool HostCore::leave_and_complete() {
   Ended ended;
   ended.swap(ended_);
   const bool tell = std::exchange(tell_flight_, false);
+  if (!ended.empty() && !tell) settle(ended);
   leave();
   if (ended.empty() && !tell) return false;
   const auto self = shared_from_this();  // the last work may hold the last reference

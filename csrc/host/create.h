@@ -10,8 +10,9 @@
 
 namespace axo::host {
 
-std::shared_ptr<HostCore> create_core(Store& store, const std::string& key, int rank, int size,
-                                      const HostOptions& options);
+// As create_host_communicator.
+std::shared_ptr<HostCore> create_core(const std::shared_ptr<Leader>& own, const std::string& address, int rank,
+                                      int size, const HostOptions& options, const Watch& watch);
 
 // The communicator over a core (host/communicator.cpp).
 std::shared_ptr<Communicator> wrap_core(const std::shared_ptr<HostCore>& core);

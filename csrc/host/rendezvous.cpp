@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "base/identity.h"
+#include "host/core.h"
 
 namespace axo::host {
 namespace {
@@ -172,6 +173,18 @@ std::shared_ptr<Mapping> check_segment(const Fd& fd, int size) {
                   header->ranks == size && header->bytes == layout.bytes();
   if (!ok) throw Error("rendezvous: the leader's segment is of another version of Axo");
   return mapping;
+}
+
+Address Address::parse(const std::string& text) {
+  Address address{};
+  const auto space = std::min(text.find(' '), text.size());
+  const std::string name = text.substr(0, space), token = text.substr(std::min(space + 1, text.size()));
+  if (name.empty() || name.size() >= sizeof(socket) || token.empty() || token.size() >= sizeof(address.token)) {
+    throw Error("rendezvous: the address of rank 0 is not one of Axo's");
+  }
+  set_text(address.socket, sizeof(address.socket), name);
+  set_text(address.token, sizeof(address.token), token);
+  return address;
 }
 
 Leader::Leader() {

@@ -6,9 +6,9 @@
 // closed when the rendezvous ends.
 //
 // The leader notices a rank that dies meanwhile, and tells the others. It looks at the rank's life word once the rank's
-// page is there, and before that at what /proc says of the thread that came to meet. Both show the death before the
-// kernel has freed the dead process's memory; a socket or a pidfd shows it only afterwards. A rank that has told
-// nothing of itself yet can only be missed.
+// page is there, which shows the death before the kernel has freed the dead process's memory; a socket shows it only
+// afterwards. Before that the caller's watch looks (axo.comm.rendezvous, at what /proc says of the thread that came to
+// meet).
 #pragma once
 
 #include <functional>
@@ -17,7 +17,8 @@
 
 #include "base/deadline.h"
 #include "base/failure.h"
-#include "host/core.h"
+#include "memory/segment.h"
+#include "progress/process_life.h"
 
 namespace axo::host {
 
@@ -25,6 +26,8 @@ namespace axo::host {
 struct Address {
   char socket[40];  // the abstract name, without its leading zero
   char token[40];
+  std::string text() const { return std::string(socket) + " " + token; }
+  static Address parse(const std::string& text);  // throws Error
 };
 
 // One rank's part in one rendezvous. Inside it a Failure is thrown, which says why there will be no communicator.
@@ -46,6 +49,7 @@ class Leader {
  public:
   Leader();
   const Address& address() const { return address_; }
+  void close() { listener_ = Fd(); }  // another rank leads
   // Waits until members 1..size-1 have come, then gives them `segment` and, with `pages`, the page and the heap of
   // every process. Throws Failure.
   void serve(const Meeting& meeting, int segment, bool pages, const Watch& watch,

@@ -91,10 +91,10 @@ std::shared_ptr<Communicator> HostsCommunicator::split(int color, int key, const
 
 namespace axo {
 
-std::shared_ptr<Communicator> create_hosts_communicator(Store& store, const std::string& key,
-                                                        std::unique_ptr<Wire> wire,
-                                                        const std::vector<std::string>& hosts,
-                                                        const HostOptions& options) {
+std::shared_ptr<Communicator> create_hosts_communicator(const std::shared_ptr<host::Leader>& own,
+                                                        const std::string& address, std::unique_ptr<Wire> wire,
+                                                        const std::string& key, const std::vector<std::string>& hosts,
+                                                        const HostOptions& options, const host::Watch& watch) {
   const int rank = wire->rank(), size = wire->size();
   AXO_CHECK(hosts.size() == static_cast<std::size_t>(size), "hosts", hosts.size(),
             std::to_string(size) + " entries, one a rank");
@@ -103,15 +103,14 @@ std::shared_ptr<Communicator> create_hosts_communicator(Store& store, const std:
   hosts::HostMap map(std::move(places));
   const int host = map.host_of(rank), locals = static_cast<int>(map.ranks_on(host).size());
   const HostOptions inside{options.name + "@" + map.place(rank).host_name(), options.timeout};
-  // The page of the host's first rank keeps the time of its link, so even a rank that is alone there makes a core.
-  const auto core = host::create_core(store, key + "/host" + std::to_string(host), map.local_of(rank), locals, inside);
-  const auto mesh = std::make_shared<hosts::Mesh>(std::move(wire), hosts::LinkLimit(core->processes()[0]));
+  std::shared_ptr<Process> keeper = ProgressEngine::get().self();  // of the host's first rank: it has the link's time
   std::shared_ptr<Communicator> inner;
   if (locals > 1) {
+    const auto core = host::create_core(own, address, map.local_of(rank), locals, inside, watch);
+    keeper = core->processes()[0];
     inner = host::wrap_core(core);
-  } else {
-    core->release();
   }
+  const auto mesh = std::make_shared<hosts::Mesh>(std::move(wire), hosts::LinkLimit(std::move(keeper)));
   return std::make_shared<hosts::HostsCommunicator>(hosts::HostsCore::create(
       {mesh, std::move(inner), std::move(map), {options.name, rank, size}, key, options.timeout}));
 }

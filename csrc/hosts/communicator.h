@@ -13,11 +13,12 @@
 
 namespace axo {
 
-// Collective over the ranks of `wire`. `hosts`: the identity of each rank's host. `key` as for
-// create_host_communicator.
-std::shared_ptr<Communicator> create_hosts_communicator(Store& store, const std::string& key,
-                                                        std::unique_ptr<Wire> wire,
-                                                        const std::vector<std::string>& hosts,
-                                                        const HostOptions& options);
+// Collective over the ranks of `wire`. `hosts`: the identity of each rank's host. `key`: equal on all ranks, and of no
+// other communicator of theirs. `own`, `address` and `watch` as for create_host_communicator, of the ranks of this
+// rank's host.
+std::shared_ptr<Communicator> create_hosts_communicator(const std::shared_ptr<host::Leader>& own,
+                                                        const std::string& address, std::unique_ptr<Wire> wire,
+                                                        const std::string& key, const std::vector<std::string>& hosts,
+                                                        const HostOptions& options, const host::Watch& watch = {});
 
 }  // namespace axo

@@ -131,8 +131,10 @@ void HostsCore::execute(Lock& lock) {
 void HostsCore::end_one(Lock& lock, const WorkStatePtr& work) {
   messages_.erase(work);
   changed_.notify_all();
+  const Ended ended{{work, nullptr}};
+  settle(ended);
   lock.unlock();
-  end({{work, nullptr}}, false);
+  end(ended, false);
   lock.lock();
 }
 

@@ -73,13 +73,24 @@ bool CpuCore::close() {
   return closed_.exchange(true);
 }
 
-void CpuCore::end(const Ended& ended, bool tell) {
+void CpuCore::settle(const Ended& ended) {
   const auto now = Clock::now();
-  for (const auto& [work, error] : ended) flight_->ended(work->flight(), error != nullptr, now);
-  if (tell) FlightLog::get().write();
+  for (const auto& [work, error] : ended) {
+    flight_->ended(work->flight(), error != nullptr, now);
+    work->settle(error, now);
+  }
+}
+
+void CpuCore::end(const Ended& ended, bool tell) {
+  if (tell) {
+    const auto now = Clock::now();
+    for (const auto& [work, error] : ended) flight_->ended(work->flight(), error != nullptr, now);
+    FlightLog::get().write();
+    settle(ended);
+  }
   if (ended.empty()) return;
   for (const auto& [work, error] : ended) {
-    work->complete(error, now);
+    work->call_back();
     engine_.finished();
     pending.fetch_sub(1);
   }

@@ -54,7 +54,10 @@ class CpuCore : public ProgressClient, public GroupLauncher, public std::enable_
   virtual void start() = 0;
   // No operation is taken from here on. Whether that was so before.
   bool close();
-  // Ends operations, each with its error, or well. `tell`: the communicator has failed, and the flight file is written.
+  // Ends operations, each with its error, or well, in two steps. The first one comes before a later operation can
+  // complete: who has waited for that one sees these complete. The second one, under no lock, runs their callbacks.
+  // `tell`: the communicator has failed; the second step is both, once the flight file is written.
+  void settle(const Ended& ended);
   void end(const Ended& ended, bool tell);
 
   // The first failure counts: false for a later one. One that tells the peers that this rank is lost is Aborted here.

@@ -29,16 +29,24 @@ void on_alarm(int) {
   ::_exit(3);
 }
 
+// Whether a test has all words of the command line in its name, and none of those after a minus.
+bool is_chosen(const char* name, int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    const bool without = argv[i][0] == '-';
+    if ((std::strstr(name, argv[i] + without) != nullptr) == without) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  const char* filter = argc > 1 ? argv[1] : "";
   const char* limit = std::getenv("AXO_TEST_SECONDS");
   ::signal(SIGALRM, on_alarm);
   int ran = 0, left_out = 0;
   std::vector<std::string> failures;
   for (const auto& test : check::tests()) {
-    if (std::strstr(test.name, filter) == nullptr) continue;
+    if (!is_chosen(test.name, argc, argv)) continue;
     if (check::kThreadSanitizer && test.forks) {
       ++left_out;
       continue;

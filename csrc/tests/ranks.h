@@ -4,19 +4,25 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/error.h"
+#include "base/identity.h"
+#include "base/store.h"
 #include "host/communicator.h"
 #include "tests/check.h"
 
@@ -49,11 +55,6 @@ class TableStore final : public axo::Store {
     }
   }
   bool has(const std::string& key) override { return find(key) != nullptr; }
-  void remove(const std::string& key) override {
-    for (auto& e : table_->entries) {
-      if (e.ready.load(std::memory_order_acquire) == 1 && key == e.key) e.ready.store(2, std::memory_order_release);
-    }
-  }
 
  private:
   static constexpr int kEntries = 256;
@@ -75,12 +76,92 @@ class TableStore final : public axo::Store {
   Table* table_;
 };
 
+// What ranks tell each other before they have a communicator, as axo.comm.rendezvous does it for the product: who they
+// are and where they listen.
+class Meeting {
+ public:
+  Meeting(axo::Store& store, std::string key, int rank, int size, axo::Milliseconds timeout)
+      : store_(store), key_(std::move(key)), rank_(rank), end_(std::chrono::steady_clock::now() + timeout) {
+    if (size == 1) return;
+    leader_ = std::make_shared<axo::host::Leader>();
+    const std::string thread = std::to_string(::getpid()) + " " + std::to_string(::syscall(SYS_gettid));
+    store_.set(at(rank), thread + " " + axo::process_space() + " " + leader_->address().text());
+    others_.resize(static_cast<std::size_t>(size));
+    for (int r = 0; r < size; ++r) await(r);
+  }
+  const std::shared_ptr<axo::host::Leader>& leader() const { return leader_; }
+  std::string address(int rank) const { return others_.empty() ? "" : others_[static_cast<std::size_t>(rank)].address; }
+  // A rank is lost, as the others shall hear: those that see this one end because of it.
+  void tell(const axo::PeerLost& lost) { store_.set(key_ + "/lost", std::to_string(lost.peer()) + " " + lost.what()); }
+  // Throws Failure for a rank that has come and died.
+  void look() const {
+    look_at_store();
+    for (std::size_t r = 0; r < others_.size(); ++r) {
+      if (!others_[r].thread.gone()) continue;
+      look_at_store();
+      throw axo::Failure{
+          axo::FailureKind::peer_lost, static_cast<int>(r),
+          "rank " + std::to_string(r) + " (process " + std::to_string(others_[r].thread.pid()) + ") died"};
+    }
+  }
+
+ private:
+  struct Other {
+    axo::RankThread thread;
+    std::string address;
+  };
+  std::string at(int rank) const { return key_ + "/" + std::to_string(rank); }
+  void look_at_store() const {
+    if (!store_.has(key_ + "/lost")) return;
+    const std::string told = store_.get(key_ + "/lost", axo::Milliseconds(1000));
+    throw axo::Failure{axo::FailureKind::peer_lost, std::atoi(told.c_str()), told.substr(told.find(' ') + 1)};
+  }
+  void await(int rank) {
+    while (!store_.has(at(rank))) {
+      try {
+        look();
+      } catch (const axo::Failure& failure) {
+        const axo::PeerLost lost(failure.text + "; waited a while", failure.peer);
+        tell(lost);
+        throw lost;
+      }
+      if (std::chrono::steady_clock::now() > end_) {
+        throw axo::Timeout("rank " + std::to_string(rank_) + ": rank " + std::to_string(rank) + " has not come");
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(300));
+    }
+    std::istringstream card(store_.get(at(rank), axo::Milliseconds(1000)));
+    int pid = 0, tid = 0;
+    std::string space, socket, token;
+    card >> pid >> tid >> space >> socket >> token;
+    Other& other = others_[static_cast<std::size_t>(rank)];
+    if (rank != rank_) other.thread = axo::RankThread(pid, tid, space);
+    other.address = socket + " " + token;
+  }
+
+  axo::Store& store_;
+  const std::string key_;
+  const int rank_;
+  const std::chrono::steady_clock::time_point end_;
+  std::shared_ptr<axo::host::Leader> leader_;
+  std::vector<Other> others_;
+};
+
 inline Comm connect(axo::Store& store, int rank, int size, axo::Milliseconds timeout = axo::Milliseconds(60000),
                     const std::string& key = "world") {
   axo::HostOptions options;
   options.name = key;
   options.timeout = timeout;
-  return axo::create_host_communicator(store, key, rank, size, options);
+  const auto limit =
+      timeout < axo::Milliseconds::zero() ? axo::Milliseconds(60000) : std::min(timeout, axo::Milliseconds(60000));
+  Meeting meeting(store, key, rank, size, limit);
+  try {
+    return axo::create_host_communicator(meeting.leader(), meeting.address(0), rank, size, options,
+                                         [&] { meeting.look(); });
+  } catch (const axo::PeerLost& lost) {
+    meeting.tell(lost);
+    throw;
+  }
 }
 
 // Runs fn(rank) on n threads; the first exception is thrown here.

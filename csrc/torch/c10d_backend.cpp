@@ -50,7 +50,7 @@ c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const c10::intrusive_ptr<c1
 void C10dBackend::startCoalescing() {
   TORCH_CHECK(!coalesced_, "axo: startCoalescing inside startCoalescing");
   coalesced_ = c10::make_intrusive<C10dWork>(getRank(), c10d::OpType::COALESCED, "axo:coalesced", Tensors{},
-                                             sequence_.load(), options_->timeout, hook_futures_);
+                                             sequence_.load(), options_->timeout);
   group_start();
 }
 

@@ -23,15 +23,14 @@
 // Overlap. Input and output may share memory in any way: where it is not one that the core takes as "in place", the
 // input is copied first. An output whose own elements share memory (expanded) is refused.
 //
-// Order. A hook of DistributedDataParallel issues collectives from callbacks of futures, which run on another thread
-// than the reducer's. A collective that follows a future which Python asked for in backward waits until its callbacks
-// are done: so all ranks issue in one order.
+// Order. A hook of DistributedDataParallel issues collectives from callbacks of futures, which would run on another
+// thread than the reducer's, beside its next hooks. So a future that Python asks for in backward is complete when it is
+// given: callbacks run at once, and all ranks issue in one order.
 #pragma once
 
 #include <c10/core/Event.h>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
@@ -56,7 +55,6 @@ class C10dStore final : public Store {
   void set(const std::string& key, const std::string& value) override;
   bool has(const std::string& key) override;
   std::string get(const std::string& key, Milliseconds timeout) override;
-  void remove(const std::string& key) override;
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
@@ -67,27 +65,10 @@ using Tensors = std::vector<at::Tensor>;
 // What makes a result complete once its operations are: a copy to where the caller wants it, say.
 using Step = std::function<void()>;
 
-// The futures of one backend that hooks of DistributedDataParallel wait for.
-class HookFutures {
- public:
-  void begin();
-  void end();
-  // Until the callbacks of all that have begun are done.
-  void wait() {
-    if (pending_.load(std::memory_order_acquire) > 0) wait_for_callbacks();
-  }
-
- private:
-  void wait_for_callbacks();
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::atomic<int> pending_{0};
-};
-
 class C10dWork final : public WorkOfTorch {
  public:
   C10dWork(int rank, c10d::OpType op, const char* title, const Tensors& inputs, std::uint64_t sequence,
-           std::chrono::milliseconds timeout, std::shared_ptr<HookFutures> hook_futures);
+           std::chrono::milliseconds timeout);
   // May be called several times: a coalesced launch is one Work of many operations.
   void start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Step> last_steps, at::Device device);
   // The operations are issued and nobody has to wait: from here on the last steps are made whoever holds this.
@@ -124,11 +105,9 @@ class C10dWork final : public WorkOfTorch {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   const std::uint64_t sequence_;
   const std::chrono::milliseconds timeout_;
-  const std::shared_ptr<HookFutures> hook_futures_;
   std::atomic<bool> steps_left_{false};
   std::atomic<bool> step_failed_{false};
   std::exception_ptr step_exception_;  // written before step_failed_ is set
-  bool of_hook_ = false;
   at::Device device_{at::kCPU};
 };
 
@@ -224,7 +203,6 @@ class C10dBackend final : public BackendOfTorch {
   int splits_ = 0;
   c10::weak_intrusive_ptr<c10d::Store> split_store_{c10::intrusive_ptr<c10d::Store>()};     // of the last split
   c10::weak_intrusive_ptr<c10d::Backend> split_part_{c10::intrusive_ptr<c10d::Backend>()};  // and what it gave
-  const std::shared_ptr<HookFutures> hook_futures_ = std::make_shared<HookFutures>();
   c10::intrusive_ptr<C10dOptions> options_;
   std::atomic<std::uint64_t> sequence_{0};
   // Non-null between startCoalescing and endCoalescing.

@@ -18,7 +18,6 @@
 
 #include "base/error.h"
 #include "torch/c10d_backend.h"
-#include "torch/future_thread.h"
 #include "torch/held.h"
 
 namespace axo {
@@ -196,10 +195,7 @@ struct C10dBackend::Launch {
       TORCH_CHECK_VALUE(t.device() == device, title, ": tensors on ", device, " and on ", t.device(),
                         "; those of one call are on one device");
     }
-    if (!c10d::isP2POp(type)) {
-      ++backend.sequence_;
-      if (!FutureThread::here()) backend.hook_futures_->wait();
-    }
+    if (!c10d::isP2POp(type)) ++backend.sequence_;
     wait_here = !opts.asyncOp && !backend.coalesced_;
     options.blocking = wait_here && !grouped;
     options.timeout = opts.timeout < Milliseconds::zero() ? backend.options_->timeout : opts.timeout;
@@ -208,7 +204,7 @@ struct C10dBackend::Launch {
       work = backend.coalesced_;
     } else if (!options.blocking || !device.is_cpu() || at::hasCallbacks()) {
       work = c10::make_intrusive<C10dWork>(backend.getRank(), type, title, inputs, backend.sequence_.load(),
-                                           options.timeout, backend.hook_futures_);
+                                           options.timeout);
     }
     if (work) options.keep_alive = by_program(held = std::make_shared<Tensors>());
     options.stream = current_stream(device);

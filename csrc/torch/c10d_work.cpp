@@ -109,39 +109,9 @@ std::string C10dStore::get(const std::string& key, Milliseconds timeout) {
   return std::string(bytes.begin(), bytes.end());
 }
 
-void C10dStore::remove(const std::string& key) {
-  try {
-    store_->deleteKey(key);
-  } catch (const std::exception&) {
-    // Not every store can delete, and a server that has left with its process keeps nothing anyway.
-  }
-}
-
-void HookFutures::begin() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  ++pending_;
-}
-
-void HookFutures::end() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    --pending_;
-  }
-  changed_.notify_all();
-}
-
-void HookFutures::wait_for_callbacks() {
-  const WithoutGil others_may_run;
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return pending_ == 0; });
-}
-
 C10dWork::C10dWork(int rank, c10d::OpType op, const char* title, const Tensors& inputs, std::uint64_t sequence,
-                   std::chrono::milliseconds timeout, std::shared_ptr<HookFutures> hook_futures)
-    : WorkOfTorch(rank, op, title, inputs),
-      sequence_(sequence),
-      timeout_(timeout),
-      hook_futures_(std::move(hook_futures)) {}
+                   std::chrono::milliseconds timeout)
+    : WorkOfTorch(rank, op, title, inputs), sequence_(sequence), timeout_(timeout) {}
 
 void C10dWork::start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Step> last_steps, at::Device device) {
   if (!device.is_cpu()) device_ = device;
@@ -267,14 +237,16 @@ c10::intrusive_ptr<c10::ivalue::Future> C10dWork::getFuture() {
     finish_in_order([this] { future_->markCompleted(c10::IValue(outputs_)); });
     return future_;
   }
-  // A callback that issues a collective may wait for its future (torch's PowerSGD hook does), which only this thread
-  // could complete: so wait for the operation at once.
-  if (parts_completed() || FutureThread::here()) {
+  // Wait for the operation at once in a callback, which may wait for the future of a collective that it issues, though
+  // only this thread could complete it; and in a hook of DistributedDataParallel that is written in Python: its
+  // callbacks issue collectives and change state of the next hooks (torch's PowerSGD does both), so they run before it
+  // returns, as they do with NCCL.
+  const bool in_hook = torch::autograd::get_current_graph_task_id() >= 0 && PyGILState_Check() != 0;
+  if (parts_completed() || FutureThread::here() || in_hook) {
+    const WithoutGil others_may_run(in_hook);
     complete_future();
     return future_;
   }
-  of_hook_ = torch::autograd::get_current_graph_task_id() >= 0 && PyGILState_Check() != 0;
-  if (of_hook_) hook_futures_->begin();
   auto self = c10::intrusive_ptr<C10dWork>::unsafe_reclaim_from_nonowning(this);
   when_all_complete(parts_, [self = std::move(self)]() mutable {
     FutureThread::post([self = std::move(self)] { self->complete_future(); });
@@ -289,7 +261,6 @@ void C10dWork::complete_future() {
   } catch (...) {
     future_->setErrorIfNeeded(std::current_exception());
   }
-  if (of_hook_) hook_futures_->end();
 }
 
 void C10dWork::finish_in_order(const std::function<void()>& then) {

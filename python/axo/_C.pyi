@@ -123,8 +123,18 @@ class C10dBackend:
     communicator: Communicator
     def __init__(self, store: Any, key: str, communicator: Communicator, timeout_ms: int, /) -> None: ...
 
+class Leader:
+    address: str
+    def __init__(self) -> None: ...
+
 def create_host_communicator(
-    store: Any, key: str, rank: int, size: int, name: str, timeout_ms: int, /
+    own: Leader | None,
+    address: str,
+    rank: int,
+    size: int,
+    name: str,
+    timeout_ms: int,
+    lost: Callable[[], tuple[int, str] | None] | None = None,
 ) -> Communicator: ...
 def host_name() -> str: ...
 def host_identity() -> str: ...
@@ -133,7 +143,17 @@ def thread_gone(told: str, /) -> bool: ...
 def simulate_host(name: str, /) -> None: ...
 def simulate_link(rate: float, latency: float, /) -> None: ...
 def create_hosts_communicator(
-    store: Any, key: str, rank: int, data: list[int], pulse: list[int], hosts: list[str], name: str, timeout_ms: int, /
+    own: Leader,
+    address: str,
+    rank: int,
+    data: list[int],
+    pulse: list[int],
+    key: str,
+    hosts: list[str],
+    name: str,
+    timeout_ms: int,
+    lost: Callable[[], tuple[int, str] | None] | None,
+    /,
 ) -> Communicator: ...
 def set_flight_directory(directory: str, signal: int, /) -> None: ...
 def write_flight_file() -> str: ...

@@ -53,6 +53,7 @@ _PUBLIC = {
     "init_weights": "axo.nn.init",
     "parallelize": "axo.parallelize",
     "plan_report": "axo.plans.report",
+    "regrid": "axo.regrid",
     "Overlap": "axo.overlap",
     "Offload": "axo.offload",
     "no_sync": "axo.overlap.no_sync",
@@ -62,6 +63,7 @@ _PUBLIC = {
 _MODULES = (
     "grid",
     "nn",
+    "optim",
     "overlap",
     "offload",
     "perf",

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from axo.check import whole_number
@@ -82,17 +83,22 @@ class Grid:
         """The grid in words, where each of ``stages`` stages of a pipeline is one."""
         return str(self) if stages == 1 else f"{self} in {stages} stages"
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return self.x * self.y * self.z * self.data
 
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        return {"x": self.x, "y": self.y, "z": self.z, "data": self.data}
+
     def size(self, axis: str) -> int:
         """Ranks along ``axis``."""
-        return getattr(self, checked_axis(axis))
+        return self.sizes[axis if axis in AXES else checked_axis(axis)]
 
     def stride(self, axis: str) -> int:
         """Distance in rank numbers between neighbours on ``axis``."""
-        return math.prod(getattr(self, inner) for inner in AXES[: AXES.index(checked_axis(axis))])
+        return {"x": 1, "y": self.x, "z": self.x * self.y, "data": self.x * self.y * self.z}[checked_axis(axis)]
 
     def coords(self, rank: int) -> Coords:
         """Where ``rank`` stands.
@@ -102,7 +108,10 @@ class Grid:
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not of grid {self}; its ranks are 0 to {self.world_size - 1}")
-        return Coords(*(rank // self.stride(axis) % getattr(self, axis) for axis in AXES))
+        rest, x = divmod(rank, self.x)
+        rest, y = divmod(rest, self.y)
+        data, z = divmod(rest, self.z)
+        return Coords(x, y, z, data)
 
     def rank(self, x: int = 0, y: int = 0, z: int = 0, data: int = 0) -> int:
         """The rank that stands at these coordinates.
@@ -117,8 +126,9 @@ class Grid:
 
     def ranks(self, axis: str, rank: int) -> list[int]:
         """The peers of ``rank`` along ``axis`` (itself too), in the order of their coordinate."""
-        first = rank - getattr(self.coords(rank), checked_axis(axis)) * self.stride(axis)
-        return [first + i * self.stride(axis) for i in range(self.size(axis))]
+        stride, size = self.stride(axis), self.size(axis)
+        first = rank - getattr(self.coords(rank), axis) * stride
+        return list(range(first, first + size * stride, stride))
 
 
 def check_ranks(what: str, grid: Grid, stages: int, ranks: int) -> None:

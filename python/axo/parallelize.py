@@ -7,6 +7,8 @@ that a difference is an error on every rank and not a hang.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -24,6 +26,7 @@ from axo.overlap import Overlap, attach
 from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.route import GRAD_REDUCE
 from axo.plans.replace import Replacer
+from axo.plans.serial import Serial
 from axo_kernels.fused.fp8 import SCALINGS
 
 __all__ = ["init_weights", "parallelize"]
@@ -115,6 +118,21 @@ def parallelize(
         arrangement.only_axonn(f"parallelize: fp8={fp8!r}")
     comms.arrange(arrangement)
     check_same_model(model, comms)
+    serial = Serial(
+        model,
+        {
+            "plan": plan,
+            "algorithm": algorithm,
+            "grad_reduce": grad_reduce,
+            "overlap": overlap,
+            "gather_logits": gather_logits,
+            "sequence_parallel": sequence_parallel,
+            "zero": zero,
+            "reduce_dtype": reduce_dtype,
+            "offload": offload,
+            "fp8": fp8,
+        },
+    )
     watch_made_before = watch_replaced(model)
     replacer = Replacer(comms, grad_reduce=grad_reduce, sequence_parallel=sequence_parallel)
     if plan == "litgpt":
@@ -141,6 +159,8 @@ def parallelize(
     if offload is not None:
         offload.attach(model, comms.device)
     watch_made_before()
+    kept: Any = model
+    kept._axo_serial = serial
     return model
 
 

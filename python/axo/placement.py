@@ -18,11 +18,11 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, SupportsIndex, cast
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, cast
 
 from axo.errors import Refused
-from axo.grid import Coords, Grid, checked_axis
+from axo.grid import AXES, Coords, Grid, checked_axis
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ def chunk_size(size: int, parts: int) -> int:
 
 def chunk_bounds(size: int, parts: int, index: int) -> Range:
     """Start and stop of part ``index``, as ``torch.chunk`` cuts."""
-    step = chunk_size(size, parts)
+    step = -(-size // parts)
     return min(index * step, size), min((index + 1) * step, size)
 
 
@@ -54,7 +54,7 @@ def check_divides(
     if size % parts == 0:
         return
     down, up = size // parts * parts, chunk_size(size, parts) * parts
-    use = f"{down} or {up}" if down else f"{up}"
+    use = f"{what}={down} or {up}" if down else f"{what}={up}"
     listed = ", ".join(str(d) for d in range(1, max(2 * parts, 9)) if size % d == 0 and fits(d))
     raise Refused(
         f"{owner}: {what}={size} does not divide over {axis}={parts}; use {use}, or a grid with {axis} in {{{listed}}}"
@@ -91,9 +91,16 @@ def check_copies(owner: str, copies: tuple[int, ...] | None, axis: str, parts: i
             raise Refused(f"{owner}: {count} ranks cannot share a part: they do not divide {axis}={parts}")
 
 
+def _length(ranges: list[Range]) -> int:
+    length = 0
+    for start, stop in ranges:
+        length += stop - start
+    return length
+
+
 def split_ranges(ranges: list[Range], parts: int, index: int) -> list[Range]:
     """Part ``index`` of the concatenation of ``ranges``, as ranges."""
-    start, stop = chunk_bounds(sum(b - a for a, b in ranges), parts, index)
+    start, stop = chunk_bounds(_length(ranges), parts, index)
     taken, position = [], 0
     for a, b in ranges:
         low, high = max(start - position, 0), min(stop - position, b - a)
@@ -107,6 +114,13 @@ def local_ranges(ranges: list[Range]) -> list[Range]:
     """Where each of a rank's global ranges lies in the rank's own part."""
     ends = list(accumulate((stop - start for start, stop in ranges), initial=0))
     return list(pairwise(ends))
+
+
+class _Held(NamedTuple):
+    """What one rank holds: of each dim the global index ranges, in local order, and how many indices these are."""
+
+    ranges: tuple[list[Range], ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -143,15 +157,17 @@ class Placement:
             shape = (-1,)
         if min(shape, default=0) < 0:
             raise ValueError(f"Placement: {self.global_shape} is not a shape; use whole numbers of at least 0")
-        splits = tuple(tuple(axes) for axes in self.splits) + ((),) * (len(shape) - len(self.splits))
+        splits = tuple(map(tuple, self.splits)) + ((),) * (len(shape) - len(self.splits))
         object.__setattr__(self, "global_shape", shape)
         object.__setattr__(self, "splits", splits)
         if len(splits) > len(shape):
             raise ValueError(f"Placement: {len(splits)} splits for {len(shape)} dims of shape {shape}")
-        used = [axis for axes in splits for axis in axes]
-        for axis in used:
-            if used.count(checked_axis(axis)) > 1:
-                raise ValueError(f"Placement: axis {axis} splits twice in {splits}; an axis splits one dim once")
+        used = [*chain.from_iterable(splits)]
+        for axis in set(used).difference(AXES):
+            checked_axis(axis)
+        if len(set(used)) < len(used):
+            twice = next(axis for axis in used if used.count(axis) > 1)
+            raise ValueError(f"Placement: axis {twice} splits twice in {splits}; an axis splits one dim once")
         if self.blocks is not None:
             object.__setattr__(self, "blocks", tuple(self.blocks))
             if not -1 < self.block_dim < len(shape) or sum(self.blocks) != shape[self.block_dim]:
@@ -187,7 +203,7 @@ class Placement:
     @cached_property
     def axes(self) -> frozenset[str]:
         """The axes that split any dim; over the others the tensor is replicated."""
-        return frozenset(axis for axes in self.splits for axis in axes)
+        return frozenset(chain.from_iterable(self.splits))
 
     @property
     def state_dim(self) -> int:
@@ -205,7 +221,7 @@ class Placement:
 
     def without(self, *axes: str) -> Placement:
         """The same tensor with these axes not splitting it: ``without("z")`` is the block of a weight."""
-        kept = tuple(tuple(axis for axis in dim if axis not in axes) for dim in self.splits)
+        kept = tuple([tuple([axis for axis in dim if axis not in axes]) for dim in self.splits])
         if (
             self.blocks is not None and self.splits[self.block_dim][:1] and self.splits[self.block_dim][0] in axes
         ):  # nothing splits block by block then
@@ -214,20 +230,40 @@ class Placement:
 
     def ranges(self, dim: int, grid: Grid | None = None, coords: Coords | None = None) -> list[Range]:
         """The global index ranges of ``dim`` that the rank holds, in local order."""
-        grid, coords = self._where(grid, coords)
-        size = self.global_shape[dim]
-        axes = self.splits[dim]
+        return self._held(grid, coords).ranges[dim]
+
+    def _held(self, grid: Grid | None, coords: Coords | None) -> _Held:
+        """That of the rank at ``coords`` of ``grid``; by default this rank's, which is worked out once."""
+        comms = self.comms
+        if comms is not None and grid in (None, comms.grid) and coords in (None, comms.coords):
+            return self._own
+        return self._held_by(*self._where(grid, coords))
+
+    @cached_property
+    def _own(self) -> _Held:
+        comms = self.communicators
+        return self._held_by(comms.grid, comms.coords)
+
+    def _held_by(self, grid: Grid, coords: Coords) -> _Held:
+        ranges, shape = [], []
+        for dim in range(len(self.global_shape)):
+            ranges.append(self._ranges(dim, grid, coords))
+            shape.append(_length(ranges[dim]))
+        return _Held(tuple(ranges), tuple(shape))
+
+    def _ranges(self, dim: int, grid: Grid, coords: Coords) -> list[Range]:
+        axes, low, high = self.splits[dim], 0, self.global_shape[dim]
         if dim == self.block_dim and self.blocks is not None and axes:
-            ranges, start = [], 0
-            for block, (low, high) in zip(self.blocks, self._block_parts(grid, coords), strict=True):
-                ranges.append((start + low, start + high))
-                start += block
-            axes = axes[1:]
-        else:
-            ranges = [(0, size)]
-        for axis in axes:
-            ranges = split_ranges(ranges, grid.size(axis), getattr(coords, axis))
-        return ranges
+            starts = accumulate(self.blocks, initial=0)
+            parts = zip(starts, self._block_parts(grid, coords), strict=False)
+            ranges = [(start + low, start + high) for start, (low, high) in parts]
+            for axis in axes[1:]:
+                ranges = split_ranges(ranges, getattr(grid, axis), getattr(coords, axis))
+            return ranges
+        for axis in axes:  # a part of a range is a range
+            start, stop = chunk_bounds(high - low, getattr(grid, axis), getattr(coords, axis))
+            low, high = low + start, low + stop
+        return [(low, high)] if low < high or not axes else []
 
     def _block_parts(self, grid: Grid, coords: Coords) -> list[Range]:
         """The part of each row block that the rank holds, counted from the block's start."""
@@ -278,7 +314,7 @@ class Placement:
 
     def local_shape(self, grid: Grid | None = None, coords: Coords | None = None) -> tuple[int, ...]:
         """Shape of the rank's part."""
-        return tuple(sum(b - a for a, b in self.ranges(dim, grid, coords)) for dim in range(len(self.global_shape)))
+        return self._held(grid, coords).shape
 
     def max_local_shape(self, grid: Grid | None = None) -> tuple[int, ...]:
         """The largest part of any rank, which is that of the first: what a padded exchange moves."""

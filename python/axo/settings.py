@@ -52,6 +52,7 @@ VARIABLES = (
         ("0", "1"),
     ),
 )
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
 def value_of(name: str) -> str:
@@ -60,7 +61,7 @@ def value_of(name: str) -> str:
     Raises:
         ValueError: It is none of its values.
     """
-    variable = next(variable for variable in VARIABLES if variable.name == name)
+    variable = _BY_NAME[name]
     value = os.environ.get(name) or variable.default
     if variable.values and value not in variable.values:
         raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(variable.values)}, or unset it")

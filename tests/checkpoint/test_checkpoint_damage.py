@@ -11,16 +11,17 @@ import threading
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import axo
 from axo.checkpoint import checksum, consolidate, load, save, writer
 from axo.checkpoint.folder import name_of
-from axo.checkpoint.parts import Parts
 from axo.optim import checks
 from tests.checkpoint.test_checkpoint_safety import filled, tell, value_of
 from tests.launcher import run_ranks
@@ -165,13 +166,12 @@ def test_plain_dcp_reads_it_and_what_has_no_checksums_is_read(tmp_path: Path) ->
     weight = {"model/1.weight": torch.zeros(5, 3)}
     dcp.load(weight, checkpoint_id=path, no_dist=True)
     assert weight["model/1.weight"].eq(7).all()
-    from axo.checkpoint.parts import SavePlanner
     from axo.checkpoint.writer import head
 
-    entries = {f"model/{name}": Parts(value) for name, value in filled(8.0).state_dict().items()}
+    entries: dict[str, Any] = {f"model/{name}": value for name, value in filled(8.0).state_dict().items()}
     old = tmp_path / "old"
-    writer = dcp.FileSystemWriter(old)
-    dcp.save(entries | {"axo": head(4)}, storage_writer=writer, planner=SavePlanner(), no_dist=True)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save(entries | {"axo": head(4)}, checkpoint_id=old, planner=planner, no_dist=True)
     model = filled(0.0)
     assert load(old, model).step == 4 and value_of(model) == 8.0
 

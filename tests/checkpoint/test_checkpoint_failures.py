@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import axo
-from axo.checkpoint import CheckpointError, consolidate, latest, load, save, writer
+from axo.checkpoint import CheckpointError, consolidate, latest, load, metadata, save
 from axo.checkpoint.folder import complete, name_of
 from axo.launch import RankFailed, launch_local
 from tests.launcher import rank_outcomes, run_ranks
@@ -172,7 +172,7 @@ def test_a_program_whose_last_save_fails_says_so(tmp_path: Path, disk: str) -> N
 
 def fail_last(folder: str) -> None:
     comms = axo.connect("2x1x1x1")
-    writer.seal = breaks  # type: ignore[assignment]
+    metadata.write = breaks  # type: ignore[assignment]
     save(folder, nn.Linear(4, 4), comms=comms, async_=True)
 
 

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import axo
-from axo.checkpoint import CheckpointError, consolidate, latest, load, save, storage
+from axo.checkpoint import CheckpointError, consolidate, latest, load, metadata, save, storage
+from axo.checkpoint.boxes import Parts
 from axo.checkpoint.folder import complete, name_of, whole_file
-from axo.checkpoint.parts import Parts
-from axo.checkpoint.ranks import PendingSave
+from axo.checkpoint.ranks import Save
 from tests.launcher import rank_outcomes, run_ranks
 
 
@@ -109,13 +109,13 @@ def lose_a_part(folder: str) -> str:
     comms = axo.connect("1x1x1x2")
     model = nn.Sequential(axo.nn.Linear(8, 8, comms=comms))
     save(folder, model, step=1)
-    finish = dcp.FileSystemWriter.finish
+    write = metadata.write
 
-    def lose(self: Any, **options: Any) -> None:  # as where the ranks see different disks under one name
-        finish(self, **options)
-        (Path(self.path) / "__1_0.distcp").unlink()
+    def lose(path: Path, contents: Any) -> str:  # as where the ranks see different disks under one name
+        (path / "__1_0.distcp").unlink()
+        return write(path, contents)
 
-    dcp.FileSystemWriter.finish = lose  # type: ignore[method-assign]
+    metadata.write = lose
     return tell(lambda: save(folder, model, step=2))
 
 
@@ -182,25 +182,24 @@ def test_a_name_that_stays_listed_and_is_never_there_ends_the_search(
     assert complete(tmp_path) == [tmp_path / name_of(1)]
 
 
-def test_an_interrupted_wait_does_not_forget_the_save() -> None:
-    class Interrupted:
-        times = 0
+def test_an_interrupted_wait_does_not_forget_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise CheckpointError("disk full")
 
-        def finish(self) -> None:
-            self.times += 1
-            if self.times == 1:
-                raise KeyboardInterrupt
+    handle, times = Save(Path("a")), iter([KeyboardInterrupt, None, None])
+    finish = handle.finish
 
-        def wait(self) -> None:
-            self.finish()
-            raise CheckpointError("disk full")
+    def interrupted() -> None:
+        if error := next(times):
+            raise error
+        finish()
 
-    waiting = PendingSave()
-    waiting.save = Interrupted()  # type: ignore[assignment]
+    monkeypatch.setattr(handle, "finish", interrupted)
+    handle.begin(fail)
     for expected in (KeyboardInterrupt, CheckpointError):
         with pytest.raises(expected):
-            waiting.wait()
-    waiting.wait()  # the error was told, once
+            handle.wait()
+    handle.wait()  # the error was told, once
 
 
 def test_runs_in_one_folder_keep_to_their_own(tmp_path: Path) -> None:

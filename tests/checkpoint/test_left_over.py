@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed.checkpoint as dcp
 
 from axo import files
-from axo.checkpoint import folder, latest, load, save
+from axo.checkpoint import folder, latest, load, save, storage
 from axo.checkpoint.folder import name_of, whole_file
 from tests.checkpoint.test_checkpoint_safety import filled, names_in, value_of
 from tests.launcher import rank_outcomes
@@ -63,7 +62,7 @@ def test_a_save_whose_folder_is_taken_away_is_whole_in_the_one_that_its_writers_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """The data went into a new folder of the same name; it was without the marker, and latest knew nothing of it."""
-    folder, real = tmp_path / "a", dcp.save
+    folder, real = tmp_path / "a", storage.write
 
     def take_away(*args: Any, **options: Any) -> Any:
         if how == "moved":
@@ -72,7 +71,7 @@ def test_a_save_whose_folder_is_taken_away_is_whole_in_the_one_that_its_writers_
             shutil.rmtree(folder)
         return real(*args, **options)
 
-    monkeypatch.setattr(dcp, "save", take_away)
+    monkeypatch.setattr(storage, "write", take_away)
     save(folder, filled(1.0), step=1)
     model = filled(0.0)
     assert latest(folder) == folder / name_of(1) and load(folder, model).step == 1 and value_of(model) == 1.0

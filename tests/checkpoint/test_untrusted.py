@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import axo
@@ -19,7 +21,7 @@ from axo.checkpoint.ranks import checkpoint_group, share
 from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
 from tests.checkpoint import hostile
 from tests.checkpoint.hostile import Bomb, model, rewrite
-from tests.launcher import rank_outcomes
+from tests.launcher import rank_outcomes, run_ranks
 
 
 def tell(call: Callable[[], Any]) -> str:
@@ -207,13 +209,34 @@ def test_tuples_that_stand_twice_end_the_reading(tmp_path: Path) -> None:
     assert "stands in two places" in tell(lambda: load(path, model()))
 
 
-def send_bomb(flag: str) -> None:
+def send(what: str, flag: str) -> Any:
     comms = axo.connect("1x1x1x2")
-    share(checkpoint_group(comms), Bomb(Path(flag)) if comms.rank == 1 else (1, "a", torch.ones(2)))
+    group = checkpoint_group(comms)
+    plain = (1, [None, True, 0.5], {"a": torch.ones(2, 3), ("b", 2): {"ä"}, 3: torch.empty(0, 4).half()})
+    if what == "plain values" or comms.rank == 0:
+        return [str(each) for each in share(group, plain)]
+    if what == "an object":
+        return share(group, Bomb(Path(flag)))
+    buffer = io.BytesIO()
+    torch.save(plain, buffer)  # as torch reads with weights_only=True
+    data = buffer.getvalue() if what == "a file of torch's" else pickle.dumps(Bomb(Path(flag)))
+    message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
+    message = torch.nn.functional.pad(message, (0, int(max(sizes)) - len(message)))
+    dist.all_gather([torch.empty_like(message) for _ in range(2)], message, group=group)
+    return None
 
 
-def test_what_a_peer_sends_is_not_unpickled(tmp_path: Path) -> None:
-    outcomes = rank_outcomes(send_bomb, 2, str(tmp_path / "it ran"))
-    assert all("rank 1 sent what is no plain value" in outcome.message for outcome in outcomes)
-    assert [outcome.error for outcome in outcomes] == ["Error"] * 2
+@pytest.mark.parametrize("what", ["an object", "a pickle", "a file of torch's"])
+def test_what_a_peer_sends_is_not_unpickled(tmp_path: Path, what: str) -> None:
+    first, second = rank_outcomes(send, 2, what, str(tmp_path / "it ran"))
+    assert first.error == "Error" and "rank 1 sent what is no plain value" in first.message
+    assert what != "an object" or second.message == first.message
     assert not (tmp_path / "it ran").exists()
+
+
+def test_plain_values_come_as_they_were_sent() -> None:
+    first, second = run_ranks(send, 2, "plain values", "")
+    assert first == second and first[0] == first[1]
+    assert first[0].startswith("(1, [None, True, 0.5], {'a': tensor([[1., 1., 1.],") and "size=(0, 4)" in first[0]

@@ -344,6 +344,7 @@ def test_info_checks_every_axis() -> None:
     assert f"torch        {version('torch')}" in lines
     assert "grid         1x2x2x1: 4 ranks over shared-memory" in lines
     assert "axis z       2 ranks, stride 2, all_reduce ok" in lines
+    assert "axis data    1 rank, stride 4, all_reduce ok" in lines
     verdicts = [line for line in lines if line.split()[0] in ("compiler", "gpus", "files", "memory")]
     assert len(verdicts) == 4 and all(": " in line for line in verdicts), lines
 

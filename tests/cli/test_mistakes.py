@@ -56,7 +56,7 @@ def trained(arguments: list[str]) -> list[str]:
 
 
 MISTAKES = [
-    (["--grid", "3x1x1x1"], "n_head=8 does not divide over x=3; use 6 or 9, or a grid with x in {1, 2, 4, 8}"),
+    (["--grid", "3x1x1x1"], "n_head=8 does not divide over x=3; use n_head=6 or 9, or a grid with x in {1, 2, 4, 8}"),
     (["--grid", "1x3x1x1"], "n_embd=128 does not divide over y=3"),
     (
         ["--grid", "2x2x1x1", "--algorithm", "tesseract", *override("intermediate_size=385")],
@@ -174,7 +174,7 @@ OTHERS = [
     ("dryrun --grid 2x1x1x1 --model pythia-14m --seq-len 64 --ranks 9", "ranks='9': '9' is not a rank of 2x1x1x1"),
     (
         "dryrun --grid 3x1x1x1 --model pythia-14m --seq-len 64",
-        "intermediate_size=512 does not divide over x=3; use 510",
+        "intermediate_size=512 does not divide over x=3; use intermediate_size=510",
     ),
     ("profile --device tpu", "axo profile: error: device='tpu' is not known; use cpu or cuda"),
 ]

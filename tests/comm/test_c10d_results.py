@@ -188,21 +188,26 @@ class Branches(nn.Module):
 
 
 def power_sgd_with_unused_parameters():
-    """Its sums come from callbacks, the reducer's map of unused parameters from autograd: one order on all ranks."""
+    """Its sums come from callbacks, the reducer's map of unused parameters from autograd: one order on all ranks.
+
+    Without a warm start its last callback clears what the next bucket's hook has put there.
+    """
     rank, world = start()
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Branches(), find_unused_parameters=True, bucket_cap_mb=0.0003)
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    for step in range(8):
-        model.zero_grad(set_to_none=True)
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
-        model(x, step).square().mean().backward()
-        for p in model.parameters():
-            if p.grad is not None:
-                others = [torch.empty_like(p.grad) for _ in range(world)]
-                dist.all_gather(others, p.grad)
-                assert all(torch.equal(others[0], other) for other in others)
+    for warm in (True, False):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Branches(), find_unused_parameters=True, bucket_cap_mb=0.0003)
+        options = {"start_powerSGD_iter": 2, "warm_start": warm, "use_error_feedback": warm}
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, **options)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        for step in range(8):
+            model.zero_grad(set_to_none=True)
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+            model(x, step).square().mean().backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    others = [torch.empty_like(p.grad) for _ in range(world)]
+                    dist.all_gather(others, p.grad)
+                    assert all(torch.equal(others[0], other) for other in others)
 
 
 CASES = [

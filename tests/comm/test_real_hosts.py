@@ -4,14 +4,24 @@ What they do is checked with ranks of one machine that play several hosts (test_
 shows: cables, frozen and lost hosts, names that mean nothing, slow links.
 """
 
+import itertools
 import json
+import os
 import random
 import signal
+import statistics
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
+from axo import Grid
+from tests.comm.on_hosts import CALL, STEPS, least_bytes, result_of, train_grids
+from tests.comm.test_c10d_suite import check_all, over_all_ranks
+from tests.gpt import LLAMA, serial_losses
 from tests.hosts import Hosts, available, python
+from tests.launcher import run_ranks
 
 pytestmark = pytest.mark.hosts
 WHY_NOT = available()
@@ -143,3 +153,105 @@ def test_sixty_faults(tmp_path):
                 seen.append((fault, 0.0))
     print(json.dumps({fault: [round(s, 2) for f, s in seen if f == fault] for fault, _ in seen}))
     assert max(seconds for _, seconds in seen) < LOST_S
+
+
+def call_on(hosts, local, seconds, name, *arguments, **environment):
+    """What a function of on_hosts.py returns on each of ``local`` ranks a host."""
+    command = python(CALL, name, *map(json.dumps, arguments))
+    ranks = hosts.start(command, local, AXO_SECRET="s" * 32, OMP_NUM_THREADS="1", **environment)
+    ends = hosts.wait(ranks, seconds)
+    assert not any(ends), "\n".join(hosts.output(rank)[-3000:] for rank, end in enumerate(ends) if end)
+    return [result_of(hosts.output(rank)) for rank in range(len(ranks))]
+
+
+def check_grids(count, local, grids):
+    """Their losses on ``count`` hosts are those of one host, and nearly those of serial training."""
+    with Hosts(count) as hosts:
+        between = call_on(hosts, local, 1500, "train_grids", grids)[0]
+    one_host, serial = run_ranks(train_grids, count * local, grids, timeout=1500)[0], serial_losses(LLAMA, STEPS, False)
+    for grid in grids:
+        assert between[grid] == pytest.approx(one_host[grid], rel=1e-6), grid
+        assert between[grid] == pytest.approx(serial, rel=1e-4), grid
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4000)
+def test_all_grids_of_four_ranks_train_on_two_hosts_as_on_one_and_as_serial():
+    check_grids(2, 2, [str(grid) for grid in Grid.all(4)])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4000)
+def test_some_grids_of_eight_ranks_train_on_four_hosts_as_on_one_and_as_serial():
+    check_grids(4, 2, [str(grid) for grid in random.Random(3).sample(list(Grid.all(8)), 6)])
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_what_leaves_a_host_is_the_least_that_each_collective_needs(count):
+    """By the counters of the hosts' interfaces: headers of packets and acknowledgements are a few percent."""
+    with Hosts(count) as hosts:
+        left = call_on(hosts, 2, 3 * START_S, "bytes_of_collectives", 2)
+    least = least_bytes(2 * count, count)
+    ratios = {name: sum(of_rank[name] for of_rank in left) / least[name] for name in least}
+    print(f"\n{count} hosts x 2 ranks, bytes on the wire over the least: {ratios}")
+    assert all(1.0 <= ratio < 1.1 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+def test_an_all_reduce_over_limited_links_beats_gloos():
+    with Hosts(2) as hosts:
+        for host in hosts:
+            host.limit("400mbit")
+        seconds = call_on(hosts, 4, 1200, "beside_gloo", 64 << 20, 7)[0]
+    print(f"\n2 hosts x 4 ranks, 400 Mbit/s, all_reduce of 64 MiB: {seconds}")
+    assert seconds["gloo"] > 1.5 * seconds["axo"], seconds
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7000)
+def test_torchs_own_backend_tests_on_two_hosts(tmp_path):
+    with Hosts(2) as hosts:
+        results = call_on(hosts, 2, 6000, "torchs_suite", str(tmp_path), [])
+    check_all("2 hosts x 2 ranks", over_all_ranks(results), 80)
+
+
+def test_an_impostor_is_refused_by_name_within_a_second():
+    with Hosts(2) as hosts:
+        ends = call_on(hosts, 1, 3 * START_S, "be_refused", ["s" * 32, "an impostor's secret"])
+    last = max(came for came, _, _ in ends)
+    for rank, (_, at, text) in enumerate(ends):
+        assert f"rank {1 - rank} does not prove that it knows this rank's secret" in text, text
+        assert at - last < 1 + BUSY_S, ends
+    print(f"\nrefused {max(at for _, at, _ in ends) - last:.3f} s after the last one came")
+
+
+@pytest.mark.soak
+def test_strangers_do_not_slow_a_step():
+    """A third host knocks at every port of the two that train, and in turns at a fourth one's, which costs as much."""
+    seconds = 80
+    with Hosts(4) as hosts:
+        train, others = hosts[:2], hosts[2:]
+        del hosts[2:]
+        ranks = hosts.start(python(CALL, "steps", seconds), 1, AXO_SECRET="s" * 32, OMP_NUM_THREADS="1")
+        hosts.wait_for("going", [0, 1], START_S)
+        targets = [train[0].address, others[1].address, train[1].address, others[1].address]
+        told = subprocess.run(
+            others[0].command(*python(CALL, "scan", json.dumps(targets), seconds - 8)),
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert hosts.wait(ranks, 60) == [0, 0]
+        ends = result_of(hosts.output(0))
+    turns, knocks = result_of(told.stdout)
+    medians = []  # of the steps in each turn
+    for begin, _ in turns:
+        inside = [end for end in ends if begin + 0.2 < end < begin + 1.9]
+        medians.append(statistics.median(later - earlier for earlier, later in itertools.pairwise(inside)))
+    ratios = [scanned / quiet for scanned, quiet in zip(medians[::2], medians[1::2], strict=False)]
+    print(
+        f"\n{knocks} strangers, {len(ratios)} pairs of turns: a step takes {statistics.median(ratios):.3f} of its time"
+    )
+    assert statistics.median(ratios) < 1.05, ratios

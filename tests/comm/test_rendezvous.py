@@ -210,15 +210,60 @@ def limits_after_connect():
 def test_a_rank_that_came_last_and_ended_at_once_has_come(monkeypatch):
     """All grids are known then, and why it ended: each rank finds the same error in them."""
     store = dist.HashStore()
-    store.set("meeting/1/0", f"1 2 dead\n{rendezvous._program()}\nmine")
+    where = rendezvous._C.this_thread().split(" ", 2)[2]
+    store.set("meeting/1/0/0", f"1 2 {where}\n{rendezvous._program()}\nmine")
+    assert store.add("meeting/1/0/came", 1) == 1
 
     def gone(told):  # while this rank looked who is alive, the last one came
-        store.set("meeting/1/2", f"1 3 dead\n{rendezvous._program()}\nits own")
-        return "dead" in told
+        if not store.check(["meeting/1/0/end"]):
+            store.set("meeting/1/0/2", f"1 3 {where}\n{rendezvous._program()}\nits own")
+            store.set("meeting/1/0/end", "all\n-1\n")
+        return told.startswith("1 ")
 
     monkeypatch.setattr(rendezvous._C, "thread_gone", gone)
-    meeting = rendezvous.Meeting(store, 1, 3, "connect", rendezvous.TimeLeft(20))
-    assert meeting.gather("meeting", "this") == ["mine", "this", "its own"]
+    meeting = rendezvous.Meeting(store, "meeting", 1, 3, "connect", rendezvous.TimeLeft(20))
+    assert meeting.gather("this") == ["mine", "this", "its own"]
+
+
+class CountingStore:
+    """A store that knows for how many keys it was asked."""
+
+    def __init__(self, store):
+        self.store, self.calls, self.keys = store, 0, 0
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls += 1
+            self.keys += len(arguments[0]) if isinstance(arguments[0], list) else 1
+            return getattr(self.store, name)(*arguments)
+
+        return call
+
+
+def test_of_4096_ranks_each_asks_for_one_key_at_a_look():
+    ranks, own = 4096, 2000
+    counting = CountingStore(store := dist.HashStore())
+    for rank in set(range(ranks)) - {own, own + 1}:
+        store.set(f"meeting/1/0/{rank}", f"{rank} {rank} elsewhere\n{rendezvous._program()}\n{rank}")
+    store.add("meeting/1/0/came", ranks - 2)
+    with ThreadPoolExecutor(1) as pool:
+        left = rendezvous.TimeLeft(20)
+        waiting = pool.submit(lambda: rendezvous.Meeting(counting, "meeting", own, ranks, "connect", left).gather("it"))
+        time.sleep(1)
+        texts = rendezvous.Meeting(store, "meeting", own + 1, ranks, "connect", left).gather("last")
+    assert waiting.result() == texts == [{own: "it", own + 1: "last"}.get(rank, str(rank)) for rank in range(ranks)]
+    assert counting.keys < ranks + counting.calls + 300  # all once; those near this one, who are looked after
+    assert counting.calls < 200
+
+
+def test_a_store_that_is_gone_is_one_error():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    meeting = rendezvous.Meeting(store, "meeting", 1, 2, "connect (rank 1 of 2)", rendezvous.TimeLeft(20))
+    del server
+    with pytest.raises(axo.PeerLost, match=r"connect \(rank 1 of 2\): the store has gone: rank 0, or") as caught:
+        meeting.gather()
+    assert "frame #" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_operations_keep_their_own_time_limit():

@@ -8,13 +8,14 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
 import axo
-from axo.comm import interfaces, rendezvous, secret, wire
+from axo.comm import interfaces, rendezvous, secret, transports, wire
 from axo.comm.rendezvous import Meeting, TimeLeft
 from tests.launcher import rank_outcomes, run_ranks
 
@@ -29,7 +30,7 @@ def meet(identities, around=contextlib.nullcontext, seconds=30):
     def rank(r):
         try:
             left = TimeLeft(seconds)
-            ends[r] = wire.connect(Meeting(store, r, len(identities), f"rank {r}", left), "round", identities)
+            ends[r] = wire.connect(Meeting(store, "place", r, len(identities), f"rank {r}", left), identities)
         except Exception as error:
             ends[r] = error
 
@@ -110,6 +111,53 @@ def test_a_rank_without_the_secret_is_refused_by_name(secrets):
     for outcome in rank_outcomes(connect_with, 2, secrets, hosts=SINGLES):
         assert outcome.error == "Error", outcome.describe()
         assert f"rank {1 - outcome.rank} does not prove that it knows this rank's secret" in outcome.message
+
+
+def connect_again_with(secrets):
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    return connect_with(secrets)
+
+
+def test_a_rank_with_another_secret_is_refused_where_starts_may_be_repeated():
+    for outcome in rank_outcomes(connect_again_with, 2, (SECRET, OTHER)):
+        assert outcome.error == "Error" and outcome.seconds < 20, outcome.describe()
+        assert f"rank {1 - outcome.rank} does not prove that it knows this rank's secret" in outcome.message
+
+
+class ReadingStore:
+    """A store that keeps what was written to it."""
+
+    def __init__(self, store):
+        self.store, self.written = store, {}
+
+    def __getattr__(self, name):
+        def call(key, *values):
+            if name in ("set", "compare_set"):
+                self.written[key] = values[-1]
+            return getattr(self.store, name)(key, *values)
+
+        return call
+
+
+@pytest.mark.parametrize("end", ["all", "late", "gave up"])
+def test_all_that_ranks_leave_in_a_store_is_sealed(end, monkeypatch):
+    monkeypatch.setenv("AXO_SECRET", SECRET)
+    store = ReadingStore(HashStore())
+
+    def come(rank):
+        if end == "gave up" and rank == 1:
+            return Meeting(store, "key/hosts/2/d4cbb29", 1, 2, "rank 1", TimeLeft(5)).give_up(ValueError("no"))
+        return transports.host_core(store, "key", rank, 2, "world", 20, meeting=0.5 if end == "late" else 20).shutdown()
+
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(come, rank) for rank in range(1 if end == "late" else 2)]
+        for rank in ranks[:1] if end != "all" else []:
+            with pytest.raises(axo.Timeout if end == "late" else axo.PeerLost):
+                rank.result()
+        if end == "all":
+            assert [rank.result() for rank in ranks] == [None, None]
+    assert len(store.written) >= 2
+    assert all(text.startswith("sealed ") for text in store.written.values()), store.written
 
 
 def test_a_secret_is_checked(monkeypatch, tmp_path):
@@ -224,9 +272,9 @@ def meet_among_strangers(count):
 
     @contextlib.contextmanager
     def strangers(store):
-        while not store.check(["round/place/1/0"]):
+        while not store.check(["place/1/1/0"]):  # the second step
             time.sleep(0.001)
-        address, port = store.get("round/place/1/0").decode().split("\n")[2].split(" ")
+        address, port = store.get("place/1/1/0").decode().split("\n")[2].split(" ")
         places.append((address, int(port)))
         if (child := os.fork()) == 0:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -247,6 +295,23 @@ def meet_among_strangers(count):
 def test_strangers_cost_no_descriptor_of_256(count):
     (got,) = run_ranks(meet_among_strangers, 1, count, timeout=900)
     assert got == [0, "Connections", "Connections"]
+
+
+def one_dies_while_connections_are_made(victim, hidden):
+    if int(os.environ["RANK"]) == victim:
+        wire._Peers.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    if hidden:  # as on another host
+        rendezvous.Meeting._dead = lambda _: None
+    axo.connect("3x1x1x1", timeout=60, meeting_timeout=60)
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["one-machine", "hosts"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_while_connections_are_made_is_named_soon(victim, hidden):
+    for outcome in rank_outcomes(one_dies_while_connections_are_made, 3, victim, hidden, hosts=SINGLES):
+        if outcome.rank != victim:
+            assert outcome.error == "PeerLost" and outcome.seconds < 30, outcome.describe()
+            assert f"rank {victim} (" in outcome.message, outcome.message
 
 
 def connect_on_an_interface_that_one_lacks():

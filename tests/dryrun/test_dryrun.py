@@ -7,6 +7,7 @@ rank; bytes of weights, moments and gradients too); a mistake planted in one ran
 import gc
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -231,6 +232,18 @@ def test_the_commands_options_are_those_of_a_run() -> None:
     assert record["issued"] == json.loads(json.dumps([one._asdict() for one in expected.issued]))
     assert record["peak_bytes"] == expected.peak.by_kind | {"total": expected.peak.total}
     assert ("reduce_scatter", "x") in expected.traffic()
+
+
+def test_a_machine_says_whether_the_step_fits() -> None:
+    """Oracle: the peak that is printed; a GPU of 80 GiB holds it, and of a model of 70B on two ranks it does not."""
+    options = "--grid 2x1x1x1 --seq-len 32 --ranks 0 --machine h100"
+    told = CliRunner().invoke(cli.app, ["dryrun", "--model", "tiny", *options.split()]).stdout
+    assert "dgx-h100: the step fits: rank 0 needs 2.0 of 80 GiB" in told, told
+    told = CliRunner().invoke(cli.app, ["dryrun", "--model", "Llama-2-70b-hf", *options.split()]).stdout
+    need = float(re.search(r"the step does not fit: rank 0 needs ([\d.]+) of 80 GiB", told)[1])
+    assert need > 70e9 / 2 * 16 / 2**30 and "docs/memory.md" in told, told
+    found = CliRunner().invoke(cli.app, ["dryrun", "--model", "tiny", *options.split(), "--machine", "h1000"])
+    assert found.exit_code == 2 and "h1000" in found.stderr and found.stderr.count("\n") == 1, found.stderr
 
 
 def test_a_configuration_of_litgpts_says_what_a_step_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from axo import dryrun
 from axo.grid import Grid
 from axo.perf import machine, memory, readers
-from axo.perf.layer_time import RunOptions
+from axo.perf.run_options import RunOptions
 from axo.train.config import TrainConfig
 from bench import memory as bench
 
@@ -55,7 +55,7 @@ def test_a_plan_that_fits_does() -> None:
             assert held.fits(on) == fits, case
 
 
-REAL = [  # plans of docs/planner.md, with at most two of their micro-batches: more need no more memory
+REAL = [  # plans of docs/notes/planner.md, with at most two of their micro-batches: more need no more memory
     {"model": "Llama-2-7b-hf", "grid": "1x1x8x1", "batch_size": 32, "accumulate": 2, "gather_cache": "43"},
     {"model": "Llama-3-70B", "grid": "1x1x64x1", "batch_size": 512, "accumulate": 2, "recompute": True},
     {"model": "Llama-3-70B", "grid": "2x1x32x1", "batch_size": 64, "accumulate": 2, "recompute": True,
@@ -74,14 +74,14 @@ def test_a_plan_of_a_large_model_is_what_a_dry_run_holds(options: dict[str, Any]
     """Nearly 80 GiB a rank: within 2%, and what a plan asks for holds it."""
     options = {"gather_cache": "none", "recompute": False, "seq_len": 4096} | options
     config = TrainConfig(**options | {"grid": Grid.parse(options["grid"])})
-    workload = readers.read(config.model, seq_length=config.seq_len, checkpointed=config.recompute)
+    workload = readers.read(config.model, seq_length=config.seq_len)
     layers = 0 if config.gather_cache == "none" else int(config.gather_cache)
     tokens = config.batch_size * config.seq_len
     run = RunOptions(
         tokens,
         cached_gathers=layers / workload.linears,
         micro_batches=config.accumulate,
-        selective=config.recompute_keeps == "products",
+        recompute="none" if not config.recompute else "full" if config.recompute_keeps == "nothing" else "selective",
         zero=config.zero,
         sequence_parallel=config.sequence_parallel,
     )

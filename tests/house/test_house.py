@@ -59,7 +59,7 @@ LEVELS = [
     {"nn"},
     {"plans", "checkpoint"},
     {"parallelize"},
-    {"pipeline"},
+    {"pipeline", "regrid"},
     {"train"},
     {"dryrun"},
     {"integrations"},

@@ -290,6 +290,7 @@ class Stream(IterableDataset):
 def hugging_face(grid, out, check):
     """What Hugging Face's Trainer and accelerate's Accelerator say and compute; ``check`` rows of evaluation."""
     from accelerate import PartialState
+    from accelerate.utils import gather, gather_object, reduce
     from transformers import Trainer, TrainingArguments
 
     from examples.hf.train import model_of
@@ -323,6 +324,11 @@ def hugging_face(grid, out, check):
     one = torch.ones(2)
     values["reduce"] = [float(accelerator.reduce(one, how).sum()) for how in ("sum", "mean")]
     values["gather"] = sorted(accelerator.gather(torch.arange(8).chunk(ranks)[accelerator.process_index]).tolist())
+    mine = accelerator.process_index
+    with PartialState().split_between_processes(list("abcdefgh")) as prompts:
+        values["a bare state's share"] = prompts == share
+    values["functions"] = [gather(torch.tensor([mine])).tolist() if grid else [0], gather_object([mine])]
+    values["functions"] += [accelerator.gather_for_metrics([str(mine)]), float(reduce(one, "sum").sum())]
     owners = {"Accelerator": accelerator, "PartialState": PartialState(), "TrainingArguments": arguments}
     for kind, owner in (owners | {"HFTrainer": trainer}).items():
         values.setdefault("numbers", {}).update(numbers_of(owner, kind) if grid else {})
@@ -344,5 +350,32 @@ def test_hugging_faces_numbers_are_those_of_one_device(grid, tmp_path):
         for name in ("total_flos", "num_parameters", "gather"):
             assert values[name] == expected[name], name
         assert values["reduce"] == [2 * parts_of(grid), 2]
+        numbers = list(range(parts_of(grid)))
+        assert values["functions"] == [numbers, numbers, [str(n) for n in numbers], 2 * parts_of(grid)]
+        assert values["a bare state's share"]
         check_numbers(values["numbers"], rank, grid)
     assert union([share for _, share in ranks], grid) == everything
+
+
+def mask(rows):
+    """A collator that draws."""
+    ids = torch.stack([row["input_ids"] for row in rows])
+    return {"input_ids": torch.where(torch.rand(ids.shape) < 0.3, 1, ids), "labels": ids}
+
+
+def draw_in_workers(grid, out):
+    from transformers import Trainer, TrainingArguments
+
+    from axo.integrations.hugging_face import on_grid
+    from examples.hf.train import model_of
+
+    arguments = TrainingArguments(
+        str(out), use_cpu=True, per_device_train_batch_size=2, dataloader_num_workers=1, seed=7, report_to=[]
+    )
+    trainer = on_grid(Trainer(model_of(), arguments, mask, train_dataset=list(Stream(8))), grid)
+    return next(iter(trainer.get_train_dataloader()))["input_ids"]
+
+
+def test_workers_of_peers_draw_the_same_numbers(tmp_path):
+    one, other = run_ranks(draw_in_workers, 2, "2x1x1x1", tmp_path, preload=TRANSFORMERS)
+    assert torch.equal(one, other) and (one == 1).any()

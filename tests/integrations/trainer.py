@@ -31,6 +31,28 @@ ASKED = (
 )
 
 
+class MuonAndAdamW(torch.optim.Optimizer):
+    """torch's Muon for the matrices of hidden layers and its AdamW for the rest, for a LitGPT of LLAMA's sizes."""
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.1, adjust_lr_fn=None):
+        params = list(params)
+        super().__init__(params, {"lr": lr})
+        hidden = [p for p in params if p.dim() == 2 and LLAMA["padded_vocab_size"] not in p.shape]
+        tables = [p for p in params if p.dim() == 2 and LLAMA["padded_vocab_size"] in p.shape]
+        vectors = {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}
+        self.pair = (
+            torch.optim.Muon(hidden, lr, weight_decay, adjust_lr_fn=adjust_lr_fn),
+            torch.optim.AdamW([{"params": tables}, vectors], lr, weight_decay=weight_decay),
+        )
+        self.param_groups = [group for each in self.pair for group in each.param_groups]
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for each in self.pair:
+            each.step()
+        return loss
+
+
 def write_inputs(folder):
     """A text and a byte-level tokenizer (256 bytes, <s>, </s>) that litgpt can load."""
     (folder / "text.txt").write_text(TEXT)
@@ -92,10 +114,13 @@ def pretrain(folder, out, options, grid=None):
                 tie_embeddings=options.get("tie_embeddings", False),
             ),
             eval=EvalArgs(interval=1000, max_iters=2),
-            optimizer={
-                "class_path": "torch.optim.AdamW",
-                "init_args": {"lr": 4e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]},
-            },
+            optimizer=options.get(
+                "optimizer",
+                {
+                    "class_path": "torch.optim.AdamW",
+                    "init_args": {"lr": 4e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]},
+                },
+            ),
             devices=data_ranks,
             logger_name="csv",
         )

@@ -146,7 +146,7 @@ def test_groups_whole_activations_and_refusals():
             messages,
             [
                 "Conv2d 'features.1': groups=4 on x=2, y=2 is not supported",
-                "Conv2d 'features.1': in_channels=7 does not divide over y=2; use 6 or 8",
+                "Conv2d 'features.1': in_channels=7 does not divide over y=2; use in_channels=6 or 8",
                 "Conv2d: out_channels=7 does not divide over x=2",
                 "must be (N, 4, H, W)",
                 "padding_mode",

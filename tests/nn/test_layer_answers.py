@@ -17,8 +17,8 @@ import axo
 from axo.comm.recording import recording
 from axo.grid import Grid
 from axo.nn.layer import ParallelLayer
-from axo.perf import flops, memory, readers
-from axo.perf.layer_time import RunOptions
+from axo.perf import readers
+from axo.perf.run_options import RunOptions
 
 ROWS, IN, OUT = 40, 48, 96
 GRIDS = ("1x1x1x1", "2x2x2x1", "4x1x1x2", "1x4x2x1")
@@ -91,16 +91,16 @@ def test_the_planners_layers_say_what_the_models_layers_say(name: str, grid: str
     planned = [layer for block in workload.blocks for layer in block.layers if layer.kind == "linear"]
     ranks = one.x * one.y * one.z
     copied = workload.copied(one)  # keys and values that neighbours along x share are multiplied by each
-    expected = sum(flops.forward_flops(layer, rows, 64) for layer in planned) + 2 * rows * copied
+    expected = sum(layer.flops(rows, 64) for layer in planned) + 2 * rows * copied
     assert sum(layer.flops(rows) for layer in products) == pytest.approx(expected / ranks)
-    each = {layer.name: memory.saved(layer, one, mine, run) for layer in planned}
+    each = {layer.name: layer.bytes(one, mine, run).saved for layer in planned}
     for path, layer in model.named_modules():
         short = path.removeprefix("transformer.h.0.")
         if isinstance(layer, axo.nn.Linear) and each.get(short):
             assert layer.saved_bytes(rows, itemsize=2) == each[short], path
     layers = [layer for block in workload.blocks for layer in block.layers if layer.kind == "norm"]
     alone = [layer for layer in layers if layer.over == "y" and not (layer.shares_input or layer.of_product)]
-    norms = {layer.name: memory.saved(layer, one, mine, run) for layer in alone}
+    norms = {layer.name: layer.bytes(one, mine, run).saved for layer in alone}
     found = {path.rpartition(".")[2]: layer.saved_bytes(rows, itemsize=4) for path, layer in model.named_modules()
              if isinstance(layer, ParallelLayer) and "norm" in type(layer).__name__.lower()}  # fmt: skip
     assert norms and all(found[path] == size for path, size in norms.items())

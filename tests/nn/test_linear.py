@@ -336,8 +336,14 @@ def test_stays_a_module():
 
 
 BAD = [
-    ({"in_features": 30, "name": "mlp.fc"}, "Linear 'mlp.fc': in_features=30 does not divide over y=4; use 28 or 32"),
-    ({"out_features": 31}, "Linear: out_features=31 does not divide over x=2; use 30 or 32, or a grid with x in {1}"),
+    (
+        {"in_features": 30, "name": "mlp.fc"},
+        "Linear 'mlp.fc': in_features=30 does not divide over y=4; use in_features=28 or 32",
+    ),
+    (
+        {"out_features": 31},
+        "Linear: out_features=31 does not divide over x=2; use out_features=30 or 32, or a grid with x in {1}",
+    ),
     ({"features": axo.nn.Features((16, 9, 7))}, "Linear: a row block of out_features=9 does not divide over x=2"),
     ({"features": axo.nn.Features((16, 9))}, "row blocks (16, 9) do not add up to dim 0"),
     ({"grad_reduce": "nonsense"}, "grad_reduce='nonsense' is not known; use 'mean' or 'sum'"),

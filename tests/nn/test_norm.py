@@ -116,7 +116,9 @@ def collectives_and_refusals():
         # one number a token and sum, in fp32, forward and backward
         assert counts["all_reduce", "y"] == (forward + 1, 15 * 2 * forward, 4 * 15 * 2 * forward)
         assert counts["all_reduce", "z"].elements == 8 * forward  # the weight, and the bias of LayerNorm
-    with pytest.raises(ValueError, match="RMSNorm 'ln_f': normalized_shape=15 does not divide over y=2; use 14 or 16"):
+    with pytest.raises(
+        ValueError, match="RMSNorm 'ln_f': normalized_shape=15 does not divide over y=2; use normalized_shape=14 or 16"
+    ):
         axo.nn.RMSNorm(15, comms=comms, name="ln_f")
     with pytest.raises(ValueError, match=r"normalized_shape=\(4, 4\) has 2 dims; use one"):
         axo.nn.LayerNorm((4, 4), comms=comms)

@@ -257,6 +257,22 @@ def test_memory_goes_down_by_what_lies_on_the_lower_tier(tmp_path: Path) -> None
     assert none[0] - saved[0] == pytest.approx(activations, rel=0.1)
 
 
+def mapped_files(folder: Path) -> int:
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_many_tensors_lie_in_few_mapped_files(tmp_path: Path) -> None:
+    """The kernel lets a process map 65,530 files: with one a tensor, 20,000 bf16 parameters with AdamW's state fail."""
+    parameters = [nn.Parameter(torch.ones(33, dtype=torch.bfloat16)) for _ in range(1000)]
+    adamw = axo.Offload(parameters=True, dir=tmp_path).adamw(parameters)
+    assert 0 < mapped_files(tmp_path) < 100
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    adamw.step()
+    moments = torch.cat([adamw.state[parameter]["exp_avg"] for parameter in parameters])
+    assert moments.eq(moments[0]).all() and moments[0] > 0  # each has memory of its own
+
+
 # --- what goes wrong ---------------------------------------------------------------------------------------------
 
 

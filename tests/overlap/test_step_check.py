@@ -96,7 +96,8 @@ def whole_tensors(grid):
 
         optimizer = kind(parameters, lr=0.1)
         if split:
-            with pytest.raises(axo.Refused, match=rf"{kind.__name__} does not update .* are split over ranks"):
+            instead = r"axo\.optim\.Muon" if kind is torch.optim.Muon else "an optimizer such as AdamW or SGD"
+            with pytest.raises(axo.Refused, match=rf"{kind.__name__} does not .* split over ranks; use {instead}, or"):
                 optimizer.step(loss)
         else:
             optimizer.step(loss)

@@ -20,7 +20,8 @@ from torch import nn
 
 import axo
 from axo.matmul import cost
-from axo.perf import layer_time, readers
+from axo.perf import readers
+from axo.perf.run_options import RunOptions
 from tests import gpt
 from tests.launcher import run_ranks
 from tests.nn.support import mean_over_data_ranks, my_rows, seed_apart
@@ -170,8 +171,10 @@ def counted(grid: str) -> bool:
             with axo.count_collectives() as counts:
                 loss_of(comms, model, 0).backward()
                 optimizer.step()
-            run = layer_time.RunOptions(gpt.BATCH * gpt.TOKENS, itemsize=4, cached_gathers=1.0, bucket_bytes=limit)
-            workload = readers.from_litgpt(config, seq_length=gpt.TOKENS).with_checkpointing(False)
+            run = RunOptions(
+                gpt.BATCH * gpt.TOKENS, itemsize=4, cached_gathers=1.0, bucket_bytes=limit, recompute="none"
+            )
+            workload = readers.from_litgpt(config, seq_length=gpt.TOKENS)
             calls = step_calls(workload, comms.grid, run, comms.coords)
             if stage == 2:
                 calls = scatter_gradients(calls, comms.grid)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from axo.grid import Coords, Grid
 from axo.matmul import cost
-from axo.perf.layer_time import RunOptions, calls_of, ends_block
+from axo.perf.run_options import RunOptions
 from axo.perf.workload import Workload
 
 
@@ -16,13 +16,11 @@ def step_calls(workload: Workload, grid: Grid, run: RunOptions, coords: Coords =
     rows = run.group_rows(grid)
     calls = []
     for block in reversed(workload.blocks):
-        gathers = 1 if run.keeps else 2
+        gathers = 1 if run.cached_gathers == 1.0 else 2
         for _ in range(block.repeat):
             for layer in reversed(block.layers):
-                issued = calls_of(
-                    layer, grid, rows, run, checkpointed=block.checkpointed, gathers=gathers, coords=coords
-                )
-                if run.sequence_parallel and layer is ends_block(block.layers):
+                issued = layer.calls(grid, rows, run, recompute=block.reruns(run), gathers=gathers, coords=coords)
+                if layer is block.unsummed(grid, run):
                     issued = [one for one in issued if (one.phase, one.op) != (cost.RECOMPUTE, "reduce_scatter")]
                 calls += layer.experts * issued
     return in_buckets(calls, run.bucket_bytes)

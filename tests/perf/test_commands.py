@@ -33,9 +33,8 @@ def text(tmp_path: Path) -> Path:
 
 def made_of(gpus: int, **more: object) -> planner.GridPlan:
     on = machine.load("h100").of_nodes(gpus)
-    workload = readers.read("pythia-14m", seq_length=64, checkpointed=not more.get("plain", False))
-    more.pop("plain", None)
-    return planner.plan(planner.Request(workload, on, gpus, 128 * 64, tokens=1e9, **more))  # type: ignore[arg-type]
+    workload, recompute = readers.read("pythia-14m", seq_length=64), "none" if more.pop("plain", False) else "full"
+    return planner.plan(planner.Request(workload, on, gpus, 128 * 64, tokens=1e9, recompute=recompute, **more))  # type: ignore
 
 
 @pytest.mark.parametrize("gpus", [3, 8, 12, 60, 64])

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import axo
 from axo.grid import Grid
 from axo.matmul import cost
-from axo.perf import layer_time, readers
+from axo.perf import readers
+from axo.perf.run_options import RunOptions
 from tests.launcher import run_ranks
 from tests.perf.support import step_calls
 
@@ -113,16 +114,13 @@ def count(cases: list[dict]) -> list[dict]:
 def predict(case: dict, rank: int) -> dict:
     """What the planner says that this rank sends."""
     grid = Grid.parse(case["grid"])
-    workload = readers.from_litgpt(case["config"], seq_length=case["seq"]).with_checkpointing(case["checkpointed"])
-    if case["checkpointed"]:  # with_checkpointing leaves a single block alone; this test checkpoints it too
-        blocks = list(workload.blocks)
-        blocks[1] = blocks[1].__class__(blocks[1].layers, blocks[1].repeat, True)
-        workload = workload.__class__(**{**workload.__dict__, "blocks": tuple(blocks)})
-    run = layer_time.RunOptions(
+    workload = readers.from_litgpt(case["config"], seq_length=case["seq"])
+    run = RunOptions(
         case["sequences"] * case["seq"],
         itemsize=4,
         cached_gathers=1.0 if case["keep"] else 0.0,
         bucket_bytes=case["bucket"],
+        recompute="full" if case["checkpointed"] else "none",
         sequence_parallel=case.get("split", False),
     )
     calls = step_calls(workload, grid, run, grid.coords(rank))

@@ -1,4 +1,4 @@
-"""The plans of docs/planner.md are what ``axo plan`` says today. Oracle: the page, every figure of its tables.
+"""The plans of docs/notes/planner.md are what ``axo plan`` says today. Oracle: the page, every figure of its tables.
 
 Among the grids that the page names; with ``-m soak`` among all.
 """
@@ -16,7 +16,7 @@ from axo.cli import main as cli
 from axo.grid import Grid
 from axo.perf.memory import GIB
 
-PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+PAGE = Path(__file__).parents[2] / "docs" / "notes" / "planner.md"
 GRID = r"\d+x\d+x\d+x\d+"
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `--model")]
 

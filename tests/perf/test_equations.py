@@ -8,7 +8,8 @@ import pytest
 
 from axo.grid import AXES, Grid
 from axo.matmul import cost
-from axo.perf import flops, layer_time, machine, readers
+from axo.perf import flops, machine, readers
+from axo.perf.layers import seen
 from axo.perf.machine import Machine
 from axo.perf.workload import gpt
 from bench.papers import equations
@@ -102,13 +103,13 @@ def test_counted_flops_are_narayanans(name: str) -> None:
 
 def test_attention_is_counted_as_the_mask_leaves_it() -> None:
     """Token t of s attends to t + 1 tokens: s (s + 1) / 2 pairs, 4 h flops each."""
-    workload = readers.read("Llama-3-8B", seq_length=131072, checkpointed=False)
+    workload = readers.read("Llama-3-8B", seq_length=131072)
     causal, full = (flops.step_flops(workload, 131072, full_attention=whole) for whole in (False, True))
     assert full - causal == pytest.approx(3 * 32 * 4 * 4096 * (131072**2 - 131072 * 131073 / 2), rel=EXACT)
-    assert flops.seen(1) == 1 and flops.seen(4) == (1 + 2 + 3 + 4) / 4
+    assert seen(1) == 1 and seen(4) == (1 + 2 + 3 + 4) / 4
     grid, on = Grid(), machine.load("dgx-h100")
     attention = next(layer for block in workload.blocks for layer in block.layers if layer.kind == "attention")
-    seconds, _, _ = layer_time.products(attention, grid, 131072, on, 131072)
+    seconds, _, _ = attention.seconds(grid, 131072, on, seen(131072))
     assert seconds == pytest.approx(4 * 4096 * 131072 * 131073 / 2 / on.attention_flops, rel=EXACT)
 
 

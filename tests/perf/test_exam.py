@@ -1,4 +1,4 @@
-"""The planner's exam on published runs: its own arithmetic, and that it stays as good as docs/planner.md says.
+"""The planner's exam on published runs: its own arithmetic, and that it stays as good as docs/notes/planner.md says.
 
 The oracle is bench/papers/published_runs.yaml: seconds that others measured and published.
 """

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from axo.cli import main as cli
 from axo.cli.plan import tokens_of
 from axo.perf import flops, machine, readers
-from axo.perf.workload import Block, Layer, Workload
+from axo.perf.layers import LinearKind
+from axo.perf.workload import Block, Workload
 
 FILE = """\
 name: mine
@@ -275,7 +276,7 @@ def test_experts_and_norms_of_heads_are_read_alike(tmp_path: Path, fields: dict,
 
 def test_a_token_costs_only_the_experts_that_it_goes_through() -> None:
     """6 flops a parameter that a token meets: of 8 experts in a block, 2."""
-    workload = readers.read("Mixtral-8x7B-v0.1", seq_length=1, checkpointed=False)
+    workload = readers.read("Mixtral-8x7B-v0.1", seq_length=1)
     one, h, f = 3 * 4096 * 14336, 4096, 14336
     assert one == 3 * h * f
     idle = 32 * 6 * one
@@ -287,7 +288,7 @@ def test_a_token_costs_only_the_experts_that_it_goes_through() -> None:
 def test_a_workload_names_the_size_that_does_not_divide() -> None:
     from axo.grid import Grid
 
-    workload = Workload("w", (Block((Layer("linear", "fc", 30, 64),)),), 16)
+    workload = Workload("w", (Block((LinearKind("fc", 30, 64),)),), 16)
     assert workload.misfit(Grid(y=4)) == "y=4 does not divide fc.in_features=30"
     assert workload.misfit(Grid(x=4, y=2)) == ""
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import axo
 from axo.grid import Grid
 from axo.perf import memory, readers
-from axo.perf.layer_time import RunOptions
+from axo.perf.run_options import RunOptions
 from tests.launcher import run_ranks
 
 LLAMA = {
@@ -88,16 +88,19 @@ def test_saved_bytes_are_what_autograd_saves() -> None:
     for (grid, split, name, precision, recomputed), (total, inputs) in recorded.items():
         config, cut = configs[name], Grid.parse(grid)
         itemsize, stream = {"bf16-mixed": (2, 4), "32-true": (4, 4), "bf16-true": (2, 2)}[precision]
-        run = RunOptions(SEQUENCES * LENGTH, itemsize=itemsize, stream=stream, sequence_parallel=split)
-        workload = readers.from_litgpt(config, seq_length=LENGTH).with_checkpointing(recomputed)
+        run = RunOptions(
+            SEQUENCES * LENGTH, itemsize=itemsize, stream=stream, sequence_parallel=split,
+            recompute="full" if recomputed else "none",
+        )  # fmt: skip
+        workload = readers.from_litgpt(config, seq_length=LENGTH)
         rows = run.group_rows(cut) // cut.z
         expected = 0.0
         for block in workload.unrolled():
             if block.repeat > 1:
                 assert inputs == [memory.block_input(block, cut, rows, run)] * block.repeat, (grid, precision)
-            if not block.checkpointed:
+            if not block.reruns(run):
                 layers = [layer for layer in block.layers if layer.kind != "loss"]
-                expected += sum(memory.saved(layer, cut, rows, run) for layer in layers)
+                expected += sum(layer.bytes(cut, rows, run).saved for layer in layers)
         if recomputed:  # autograd's hooks do not see what the blocks keep: their inputs, one by one
             assert total <= expected + sum(inputs)
         else:

@@ -27,7 +27,7 @@ from axo.overlap.gathers import Gathers
 from axo.overlap.gradients import Buckets, Gradients
 from axo.perf import machine, readers, simulator
 from axo.perf.chrome_trace import COMPUTE
-from axo.perf.layer_time import RunOptions
+from axo.perf.run_options import RunOptions
 from tests.launcher import run_ranks
 from tests.perf.support import step_calls
 
@@ -183,12 +183,13 @@ def run_of(case: Case) -> RunOptions:
         itemsize=4,
         overlap=frozenset(case.overlap.split()),
         cached_gathers=1.0 if case.keep else 0.0,
+        recompute="full" if case.checkpointed else "none",
     )
 
 
 def simulated(case: Case) -> list[Seen]:
     """The same from the operations of the planner's step."""
-    workload = readers.from_litgpt(CONFIG, seq_length=LENGTH).with_checkpointing(case.checkpointed)
+    workload = readers.from_litgpt(CONFIG, seq_length=LENGTH)
     operations = simulator.operations(workload, Grid.parse(case.grid), machine.load("perlmutter"), run_of(case))
     layers = {layer.name for block in workload.blocks for layer in block.layers if layer.kind == "linear"}
     begun, products = [0], ("forward", "recompute", "dI", "dW")
@@ -213,7 +214,7 @@ def simulated(case: Case) -> list[Seen]:
 
 def buckets(case: Case) -> list[int]:
     """Bytes of each bucket that goes over data, in no order."""
-    workload = readers.from_litgpt(CONFIG, seq_length=LENGTH).with_checkpointing(case.checkpointed)
+    workload = readers.from_litgpt(CONFIG, seq_length=LENGTH)
     calls = step_calls(workload, Grid.parse(case.grid), run_of(case))
     return sorted(call.bytes for call in calls if call.axis == "data")
 

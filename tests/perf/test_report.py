@@ -13,6 +13,7 @@ import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 from axo.cli import main as cli
 from axo.grid import Grid
 from axo.perf import machine, output, planner, plots, profile, readers, simulator
+from axo.perf.chrome_trace import Span
 from axo.perf.command import command_line, gather_cache
 from axo.perf.workload import gpt
 from axo.train.config import TrainConfig
@@ -97,10 +99,10 @@ def test_every_row_ends_with_the_command_that_runs_it(made: planner.GridPlan, mo
         assert found.exit_code == 0, found.output
         config = configs.pop()
         assert (config.model, config.grid, config.batch_size, config.seq_len) == ("pythia-14m", one.grid, 16, 128)
-        assert (config.recompute, config.zero) == (one.recompute, one.run.zero)
+        assert (config.recompute, config.zero) == (one.run.recompute != "none", one.run.zero)
         assert config.accumulate == one.run.micro_batches
         assert config.gather_cache == gather_cache(workload, one.run.cached_gathers) and config.offload == "none"
-    words = command_line(searched, replace(one, run=replace(one.run, offload=True))).split()
+    words = command_line(searched, replace(one, run=one.run._replace(offload=True))).split()
     words = [word.replace("DATA", __file__) for word in words[words.index("axo") + 1 :]]
     assert CliRunner().invoke(cli.app, words).exit_code == 0 and configs.pop().offload == "optimizer"
 
@@ -135,6 +137,18 @@ def test_page_is_whole_and_fetches_nothing(made: planner.GridPlan) -> None:
 def test_plots_are_pngs(made: planner.GridPlan) -> None:
     for name, png in plots.plan_plots(made).items():
         assert png.startswith(b"\x89PNG\r\n") and len(png) > 5000, name
+
+
+@pytest.mark.parametrize(("length", "unit"), [(0.25, "ms"), (4.0, "s")])
+def test_a_step_has_a_legend_and_a_fitting_unit(length: float, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The picture's own texts; each colour is named once."""
+    monkeypatch.setattr(plots, "png", lambda figure: figure)
+    names = ("mlp forward", "mlp dI", "mlp dW", "mlp dW")
+    spans = [Span("compute", name, length * i, length * (i + 1)) for i, name in enumerate(names)]
+    figure: Any = plots.timeline(spans)
+    (legend,), (axes,) = figure.legends, figure.axes
+    assert [text.get_text() for text in legend.get_texts()] == ["forward", "dI: gradients of inputs", "dW: of weights"]
+    assert axes.get_xlabel() == unit and axes.get_xlim()[1] == 4 * length * (1e3 if unit == "ms" else 1)
 
 
 def test_text_in_a_page_is_escaped() -> None:

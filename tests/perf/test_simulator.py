@@ -13,7 +13,7 @@ from axo.grid import Grid
 from axo.perf import chrome_trace as trace
 from axo.perf import clock, machine, readers, simulator
 from axo.perf.clock import Operation
-from axo.perf.layer_time import RunOptions
+from axo.perf.run_options import RunOptions
 from axo.perf.simulator import Simulation
 
 

@@ -16,8 +16,8 @@ from axo.grid import Grid
 from axo.perf import cut, machine, memory, model, output, planner, plots, readers
 from axo.perf import pipeline_schedule as schedules
 from axo.perf.command import command_line
-from axo.perf.layer_time import RunOptions
 from axo.perf.planner import share_that_fits
+from axo.perf.run_options import RunOptions
 from axo.perf.stages import Stages, StageTimes, planned
 from axo.train.config import TrainConfig
 
@@ -80,7 +80,7 @@ def test_time_and_memory_of_stages_by_hand() -> None:
     crosses = asked.machine.inter_gbs * asked.machine.network_fraction / 8
     seconds = 1e-6 * asked.machine.latency_intra_us + message / (1e9 * asked.machine.intra(4, 2))
     assert timing.message_seconds() == pytest.approx(seconds)
-    wide = StageTimes(workload, Grid(z=8), asked.machine, replace(run, rows=8 * 4 * 2048))
+    wide = StageTimes(workload, Grid(z=8), asked.machine, run._replace(rows=8 * 4 * 2048))
     assert wide.message_seconds() == pytest.approx(1e-6 * asked.machine.latency_inter_us + message / (1e9 * crosses))
     held = timing.memory(stages)
     block = 12 * workload.hidden**2 + 13 * workload.hidden
@@ -99,7 +99,7 @@ def test_plans_with_stages() -> None:
     counts = sum(len(list(Grid.all(64 // n))) for n in (1, 2, 4))
     assert len(made.ranked) + len(made.left_out) == counts and all(c.reason for c in made.left_out)
     staged = [c for c in made.ranked if c.stages is not None]
-    assert {c.stages.ranks for c in staged} == {2, 4} and {c.recomputes for c in staged} >= {"none"}
+    assert {c.stages.ranks for c in staged} == {2, 4} and {c.run.recompute for c in staged} >= {"none"}
     assert [c.seconds for c in made.ranked] == sorted(c.seconds for c in made.ranked)
     assert all(c.memory.fits(made.request.machine) for c in made.ranked)
     for name in ("1f1b", "interleaved-1f1b"):
@@ -148,20 +148,21 @@ def test_memory_that_gathered_weights_do_not_change() -> None:
     asked = request()
     held = memory.Memory(1e9, 5e9, 1e9, 5e9, 0.0, 0.0, 0.0, 0.0, 0.0)
     tight = replace(asked.machine, memory_gib=held.total / memory.GIB / 0.95)
-    assert share_that_fits(tight, replace(held, gathered=1e9), held) == 1.0
+    assert share_that_fits(tight, held._replace(gathered=1e9), held) == 1.0
 
 
 def test_selective_recomputation_stands_between_none_and_full() -> None:
     """Products are run once, so flops are those without recomputation; norms and activations, and traffic, twice."""
     asked, grid, on = request(), Grid(2, 1, 4, 1), machine.load("h100")
-    runs = [(asked.workload.otherwise, False), (asked.workload, True), (asked.workload, False)]
-    none, some, full = ((memory.estimate(w, grid, r), model.predict(w, grid, on, r))
-                        for w, s in runs for r in [RunOptions(2**18, micro_batches=4, selective=s)])  # fmt: skip
+    runs = [RunOptions(2**18, micro_batches=4, recompute=how) for how in ("none", "selective", "full")]
+    none, some, full = (
+        (memory.estimate(asked.workload, grid, run), model.predict(asked.workload, grid, on, run)) for run in runs
+    )
     assert none[0].kept > some[0].kept > full[0].kept and none[1].compute < some[1].compute < full[1].compute
     assert some[1].communication["x"] == full[1].communication["x"] > none[1].communication["x"]
-    made = planner.plan(request(selective=True), [grid])
+    made = planner.plan(request(recompute="selective"), [grid])
     assert made.step_flops() < planner.plan(request(), [grid]).step_flops()
-    assert made.best.recomputes == "selective"
+    assert made.best.run.recompute == "selective"
 
 
 def test_a_row_with_stages_runs_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +183,7 @@ def test_a_row_with_stages_runs_as_it_says(monkeypatch: pytest.MonkeyPatch) -> N
         assert (config.grid, config.pipeline, config.schedule) == (one.grid, one.stages.ranks, one.stages.schedule)
         assert (config.microbatches, config.accumulate) == (one.run.micro_batches, 1)
         assert (config.zero, config.sequence_parallel) == (one.run.zero, one.run.sequence_parallel)
-        assert config.recompute_keeps == ("products" if one.recomputes == "selective" else "nothing")
+        assert config.recompute_keeps == ("products" if one.run.selective else "nothing")
         assert config.cuts == ("even" if one.stages.even else "planner")
     simulated = planner.plan(request(pipeline=(4,), schedules=("interleaved-1f1b",)))
     words = command_line(simulated, simulated.best).split()

@@ -12,8 +12,10 @@ import axo
 from axo.cli import main as cli
 from axo.grid import Grid
 from axo.matmul import cost
-from axo.perf import layer_time, machine, model, planner, readers
-from axo.perf.workload import Block, Layer, Workload
+from axo.perf import machine, model, planner, readers
+from axo.perf.layers import LinearKind
+from axo.perf.run_options import OVERLAPS, RunOptions
+from axo.perf.workload import Block, Workload
 from tests.launcher import run_ranks
 from tests.perf.test_counted import draw
 
@@ -55,13 +57,13 @@ def test_a_step_sends_what_the_engine_issues():
         for case, counted in zip(drawn, counts, strict=True):
             grid = Grid.parse(case["grid"])
             workload = readers.from_litgpt(case["config"], seq_length=case["seq"])
-            run = layer_time.RunOptions(case["sequences"] * case["seq"], itemsize=4, algorithm="tesseract")
+            run = RunOptions(case["sequences"] * case["seq"], itemsize=4, algorithm="tesseract")
             rows = case["sequences"] // grid.data * case["seq"]
             calls = [
                 call
                 for block in workload.unrolled()
                 for layer in block.layers
-                for call in layer_time.calls_of(layer, grid, rows, run, coords=grid.coords(rank))
+                for call in layer.calls(grid, rows, run, coords=grid.coords(rank))
             ]
             assert {key: tuple(value) for key, value in cost.total(calls).items()} == counted, (rank, case)
 
@@ -70,12 +72,12 @@ def test_time_of_one_layer_by_hand():
     """Products of q blocks; broadcasts and reduces that show by the formulas of the module; the sum over depth shows
     whole, since no layer's backward comes after it."""
     m, k, n, q, d = 2**14, 4096, 8192, 4, 2
-    layer = Layer("linear", "fc", k, n)
+    layer = LinearKind("fc", k, n)
     workload = Workload("one", (Block((layer,)),), seq_length=m // (q * d))
     on = replace(machine.load("dgx-a100"), latency_intra_us=0, latency_inter_us=0, memory_gbs=1e9, contention=0.0)
     grid = Grid(q, q, d)
-    for overlap in (frozenset(layer_time.OVERLAPS), frozenset[str]()):
-        run = layer_time.RunOptions(m, overlap=overlap, rows=m // (q * d), algorithm="tesseract")
+    for overlap in (frozenset(OVERLAPS), frozenset[str]()):
+        run = RunOptions(m, overlap=overlap, rows=m // (q * d), algorithm="tesseract")
         found = model.predict(workload, grid, on, run)
         product = 2 * m * k * n / grid.world_size / on.gemm_flops
         assert found.compute == pytest.approx(3 * product, rel=1e-3)

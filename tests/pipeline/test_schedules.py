@@ -26,7 +26,7 @@ from axo.overlap import record
 from axo.overlap.events import TracedWork
 from axo.overlap.weight_phase import WeightPhase
 from axo.perf import machine
-from axo.perf.layer_time import RunOptions
+from axo.perf.run_options import RunOptions
 from axo.perf.stages import StageTimes
 from axo.pipeline.cut import workload_of
 from tests.gpt import LLAMA, NEOX
@@ -179,6 +179,24 @@ def schedules_on(grid, stages, names, config, options):
 )
 def test_gradients_of_accumulated_steps_equal_serial(grid, names, config, options):
     run_ranks(schedules_on, 2 * axo.Grid.parse(grid).world_size, grid, 2, names, config, options, timeout=120)
+
+
+def whole_gradient_of_a_table():
+    """What somebody has put into ``.grad`` is whole; ZeRO-2 keeps rows, and adds up those of it."""
+    dist.init_process_group("axo")
+    comms = axo.connect("1x1x1x2", pipeline=2)
+    expected, _ = serial_gradients(FOUR, True)
+    model, schedule = build(comms, "1f1b", FOUR, tie=True, zero=2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    accumulate(comms, schedule)
+    compare(comms, model, {name: grad + 1 for name, grad in expected.items()}, "gradients of ones before")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if "lm_head" in name}
+    assert all(shape[0] > 64 for shape in shapes.values()), f"a table that is left cut: {shapes}"
+
+
+def test_a_whole_gradient_of_a_table_that_two_stages_hold():
+    run_ranks(whole_gradient_of_a_table, 4, timeout=120)
 
 
 def test_each_stage_may_be_a_host_of_its_own():

@@ -41,6 +41,7 @@ def staged(text: str, **options: Any) -> TrainConfig:
         ("2x1x2x1", "zero-bubble", {"recompute": True, "sequence_parallel": True}),
         ("1x2x1x1", "1f1b", {"accumulate": 2, "goldfish_k": 4, "microbatches": 3}),  # of 3, 3 and 2 rows
         ("2x2x1x1", "1f1b", {"algorithm": "tesseract"}),
+        ("1x1x2x2", "1f1b", {"optimizer": "muon", "zero": 2, "microbatches": 2}),
         ("1x1x1x1", "1f1b", {"precision": "16-mixed"}),  # the last stage alone scales a loss
         pytest.param("2x2x2x2", "1f1b", FIGURE_6, marks=pytest.mark.soak),
     ],

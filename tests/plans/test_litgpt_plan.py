@@ -314,13 +314,13 @@ REFUSED = [
         {"n_query_groups": 2, "norm_qk": True, "norm_qk_type": "olmo2"},
         "a norm over all heads' keys (norm_qk_type='olmo2') with n_query_groups=2",
     ),
-    ({"n_head": 6, "n_embd": 48, "n_query_groups": 6}, "n_head=6 does not divide over x=4; use 4 or 8"),
+    ({"n_head": 6, "n_embd": 48, "n_query_groups": 6}, "n_head=6 does not divide over x=4; use n_head=4 or 8"),
     ({"n_head": 24, "n_embd": 48, "n_query_groups": 6}, "n_query_groups=6 does not divide over x=4"),
-    ({"intermediate_size": 90}, "intermediate_size=90 does not divide over x=4; use 88 or 92"),
+    ({"intermediate_size": 90}, "intermediate_size=90 does not divide over x=4; use intermediate_size=88 or 92"),
     ({"n_embd": 65, "head_size": 8}, "n_embd=65 does not divide over y=2"),
     (
         {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 10},
-        "moe_intermediate_size=10 does not divide over x=4; use 8 or 12",
+        "moe_intermediate_size=10 does not divide over x=4; use moe_intermediate_size=8 or 12",
     ),
     (
         {
@@ -333,7 +333,7 @@ REFUSED = [
             },
             "n_query_groups": 8,
         },
-        "kv_lora_rank=9 does not divide over y=2; use 8 or 10",
+        "kv_lora_rank=9 does not divide over y=2; use kv_lora_rank=8 or 10",
     ),
 ]
 

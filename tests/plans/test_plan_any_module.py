@@ -175,6 +175,11 @@ def compare(grid):
     with refused if rows > 1 else contextlib.nullcontext():
         axo.parallelize(spectral, comms, plan="auto")(torch.randn(2, 8)).sum().backward()
     assert (type(spectral) is Spectral and type(spectral.a) is nn.Linear) == (rows > 1), "nothing has changed"
+    sparse = nn.Sequential(nn.Linear(8, 8))
+    sparse.register_buffer("edges", torch.eye(3).to_sparse())
+    with pytest.raises(axo.Refused, match=r"'edges' is torch\.sparse_coo"):
+        axo.parallelize(sparse, comms, plan="auto")
+    assert type(sparse[0]) is nn.Linear, "nothing has changed"
 
 
 class Counts(nn.Module):

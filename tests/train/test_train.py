@@ -65,7 +65,7 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
         ({"accumulate": 3}, r"accumulate=3 does not divide a rank's 8 rows.*use one of \[1, 2, 4, 8\]"),
         (
             {"seq_len": 31, "grid": Grid(2, 1, 1, 1), "sequence_parallel": True},
-            r"seq-len=31 does not divide over x=2; use 30 or 32",
+            r"seq-len=31 does not divide over x=2; use seq-len=30 or 32",
         ),
         ({"seq_len": 65}, r"seq-len=65 is not in \[1, block_size=64\]"),
         ({"batch_size": 1024}, r"hold \d+ windows of seq-len=32, fewer than batch-size=1024"),
@@ -81,7 +81,10 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
         ({"model_overrides": {"n_layer": "three"}}, r"n_layer='three' is not a whole number"),
         ({"model_overrides": {"n_embd": 100}}, r"LitGPT refuses .*n_embd=100 does not divide over n_head=8"),
         ({"model_overrides": {"vocab_size": 200, "padded_vocab_size": 200}}, r"has 256 tokens, more than .*\(200\)"),
-        ({"grid": Grid(3, 1, 1, 1)}, r"intermediate_size=128 does not divide over x=3; use 126 or 129, or"),
+        (
+            {"grid": Grid(3, 1, 1, 1)},
+            r"intermediate_size=128 does not divide over x=3; use intermediate_size=126 or 129, or",
+        ),
         ({"grid": Grid(1, 3, 1, 1)}, r"n_embd=64 does not divide over y=3"),
         ({"algorithm": "cannon"}, r"algorithm='cannon' is not known; use one of axonn, tesseract, summa"),
         (
@@ -95,6 +98,11 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
         ({"tokenizer": "/nowhere/tokenizer.json"}, r"tokenizer: /nowhere/tokenizer.json does not exist"),
         ({"recompute": True, "recompute_keeps": "all"}, r"recompute-keeps='all' is not one of nothing, products"),
         ({"recompute_keeps": "products"}, r"recompute-keeps=products says what --recompute keeps; say that too"),
+        ({"optimizer": "lion"}, r"train: optimizer='lion' is not one of adamw, muon"),
+        (
+            {"optimizer": "muon", "offload": "optimizer"},
+            r"AdamW's state on the lower tier, and optimizer=muon; use adam",
+        ),
         ({"offload": "gradients"}, r"train: offload='gradients': 'gradients' is not known; use none, or a list of"),
         ({"offload": "activations=3"}, r"offload='activations=3' asks for 3 blocks, and the model has 2; use activ"),
         ({"offload_dir": "x"}, r"offload-dir=x without offload; say what goes there"),

@@ -63,10 +63,6 @@ class MapStore final : public axo::Store {
     }
     return values_[key];
   }
-  void remove(const std::string& key) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    values_.erase(key);
-  }
   void break_down() {
     std::lock_guard<std::mutex> lock(mutex_);
     broken_ = true;

@@ -18,7 +18,6 @@ class SlowNews final : public axo::Store {
   }
   std::string get(const std::string& key, Milliseconds timeout) override { return store_.get(key, timeout); }
   bool has(const std::string& key) override { return store_.has(key); }
-  void remove(const std::string& key) override { store_.remove(key); }
 
  private:
   MapStore store_;

@@ -109,7 +109,10 @@ TEST(a_group_spans_host_and_device) {
     Comm comm = me.connect();
     axo::HostOptions options;
     options.timeout = Milliseconds(30000);
-    auto host = axo::create_host_communicator(*me.store, "host", me.rank, 2, options);
+    const auto own = std::make_shared<axo::host::Leader>();
+    me.store->set("host/" + std::to_string(me.rank), own->address().text());
+    const std::string leader = me.store->get("host/0", Milliseconds(30000));
+    auto host = axo::create_host_communicator(own, leader, me.rank, 2, options);
     float x = 1, y = 3;
     axo::group_start();
     auto on_host = host->all_reduce(&y, &y, 1, f32, ReduceOp::sum, {});

@@ -28,6 +28,34 @@ PROCESS_TEST(progress_without_the_caller) {
   }));
 }
 
+PROCESS_TEST(what_came_before_is_complete_too) {
+  // The progress thread finds two operations complete, and is kept by the first one's callback. Whoever waits for a
+  // third one meanwhile must see the second complete.
+  ranks::TableStore store;
+  ranks::all_well(ranks::processes(2, [&](int r) {
+    Comm c = ranks::connect(store, r, 2);
+    std::vector<int> data(3, 1);
+    std::atomic<bool> kept{r == 1};
+    const auto sum = [&](int i) { return c->all_reduce(&data[i], &data[i], 1, DType::int32, ReduceOp::sum, {}); };
+    if (r == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // so that rank 0 is not done at once
+    group_start();
+    const WorkPtr first = sum(0), second = sum(1);
+    if (r == 0) {
+      first->on_completion([&] {
+        kept = true;
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      });
+    }
+    group_end();
+    while (!kept) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    sum(2)->wait();
+    CHECK(second->is_completed());
+    CHECK_EQ(data[1], 2);
+    first->wait();
+    c->shutdown();
+  }));
+}
+
 TEST(messages_match_by_tag) {
   ranks::with_threads(2, [](Comm c) {
     constexpr int kTags = 40;  // more than a channel has envelopes

@@ -133,7 +133,6 @@ TEST(fuzz_store_entries) {
       }
       bool has(const std::string& key) override { return inner.has(key); }
       std::string get(const std::string& key, Milliseconds timeout) override { return inner.get(key, timeout); }
-      void remove(const std::string& key) override { inner.remove(key); }
     } store;
     store.random = &random;
     ranks::threads(2, [&](int r) {

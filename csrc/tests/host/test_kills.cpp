@@ -51,7 +51,6 @@ struct Announcing final : Store {
   }
   bool has(const std::string& k) override { return inner.has(k); }
   std::string get(const std::string& k, Milliseconds t) override { return inner.get(k, t); }
-  void remove(const std::string& k) override { inner.remove(k); }
   Store& inner;
   Board* board;
 };

@@ -125,7 +125,11 @@ inline void on_hosts(const std::vector<int>& sizes, const std::function<void(Com
   ranks::threads(n, [&](int r) {
     HostOptions options;
     options.timeout = timeout;
-    Comm comm = create_hosts_communicator(store, "world", std::make_unique<MemoryWire>(net, r, n), hosts, options);
+    const ranks::Meeting meeting(store, "world", r, n, Milliseconds(60000));
+    int first = 0;
+    while (hosts[static_cast<std::size_t>(first)] != hosts[static_cast<std::size_t>(r)]) ++first;
+    Comm comm = create_hosts_communicator(meeting.leader(), meeting.address(first),
+                                          std::make_unique<MemoryWire>(net, r, n), "world", hosts, options);
     fn(comm, *net);
     comm->shutdown();
   });

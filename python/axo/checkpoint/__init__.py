@@ -14,11 +14,12 @@ A checkpoint is a folder ``step-00000100`` of torch.distributed.checkpoint's (DC
     axo                     step, grid, counters of ``axo.nn.Dropout``, names that share a tensor, the caller's extras
 
 It is written under a hidden name and renamed when all ranks have written and synced their files, so a folder without a
-leading dot is complete. Every entry has a checksum. Files: ``parts`` (a tensor as chunks, DCP's planners), ``state``
-(model, optimizer and generators to entries and back), ``storage`` (entries in files, checksums), ``folder`` (names,
-newest, replacing, removing), ``run`` (whose folder it is), ``ranks`` (what ranks tell each other), ``writer``,
-``reader``, ``convert``, ``safetensors`` (files of that format), ``pretrained`` (a Hugging Face folder). Names load on
-first use: ``folder`` needs no torch.
+leading dot is complete. Every entry has a checksum. Files: ``boxes`` (a tensor as boxes: who holds what, what goes
+where), ``state`` (model, optimizer and generators to entries and back), ``folder`` (names, newest, replacing,
+removing), ``run`` (whose folder it is), ``ranks`` (what ranks tell each other); a save: ``writer``, ``storage`` (the
+file of a rank), ``metadata`` (what lies where); a load: ``reader``, ``stored`` (what there is, and reading it); other
+formats: ``convert``, ``safetensors``, ``pretrained`` (a Hugging Face folder). Names load on first use: ``folder`` needs
+no torch.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ except ImportError:
     from zlib import crc32
 
 KIND = "crc32"
+UNVERIFIED = "axo.checkpoint.load(..., verify=False), which takes it as it is"
+WRONG = f"the checksum of what is there is not that of what was saved; use another checkpoint, or {UNVERIFIED}"
 
 
 def update(value: int, data: memoryview) -> int:

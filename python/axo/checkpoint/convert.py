@@ -1,8 +1,8 @@
 """consolidate: a checkpoint to one plain file and back, tensor by tensor, on one process and without a model.
 
-To .pth: every whole tensor is put together in a mapped scratch file beside the result, which torch.save then streams,
-so host memory holds a tensor at a time (the disk holds the model twice meanwhile). To .safetensors: the header is known
-in advance, and tensors follow it one by one. Both results get their name when they are complete.
+Each whole tensor is put together in a mapped scratch file beside the result, so host memory holds a tensor at a time.
+To .pth: torch.save streams them all (the disk holds the model twice meanwhile). To .safetensors: the header is known in
+advance, and tensors follow it one by one. Both results get their name when they are complete.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 
 from axo.checkpoint import folder as folders
 from axo.checkpoint import safetensors, state
-from axo.checkpoint.parts import Parts
-from axo.checkpoint.reader import StoredFolder, read_state_dict
+from axo.checkpoint.boxes import Parts
 from axo.checkpoint.storage import save_plain
+from axo.checkpoint.stored import StoredFolder, read_state_dict
 from axo.checkpoint.writer import head, write
 
 
@@ -49,9 +49,20 @@ def consolidate(
     Raises:
         ValueError: The source is neither, or the result cannot hold what was asked.
     """
-    path, out = folders.check_consolidate(source, out, optimizer, step), Path(out)
-    if path.is_file():
-        return _to_checkpoint(path, out, step, trust)
+    for what, given in (("source", source), ("out", out)):
+        wrong = f"{what} is empty" if given == "" else f"{what}={given!r} is no path"
+        folders.check_local(given, f"consolidate: {wrong}; name a file or a folder")
+    folders.check_step("consolidate", step)
+    source, out = Path(source), Path(out)
+    if source.is_file():
+        return _to_checkpoint(source, out, step, trust)
+    path = folders.resolve(source)
+    if os.path.isfile(out.parent / folders.MARKER):  # also where it may not be read
+        raise ValueError(f"consolidate: {out} would lie in a checkpoint, {out.parent}; name a file elsewhere")
+    if os.path.exists(out) and not out.is_file():
+        raise ValueError(f"consolidate: {out} {folders.kind_of(out)}; name a file, such as {out / 'model.pth'}")
+    if optimizer and out.suffix == ".safetensors":
+        raise ValueError("consolidate: a .safetensors file holds no optimizer; name the result .pth")
     try:
         stored = StoredFolder(path, True, trust)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -66,17 +77,15 @@ def consolidate(
 
 
 def _to_pth(stored: StoredFolder, out: Path, optimizer: bool) -> None:
-    model = dict(_tensors(stored, state.MODEL, out))
-    model |= {alias: model[name] for alias, name in stored.aliases.items()}
-    whole: Any = model
+    tensors = dict(_tensors(stored, state.MODEL, out))
+    whole: Any = {name: tensors[first] for name, first in stored.names.items()}
     if optimizer:
-        if not stored.has_optimizer:
+        if not stored.holds(state.OPTIMIZER):
             raise ValueError(f"consolidate: {stored.path} holds no optimizer")
-        saved = stored.read_value(state.OPTIMIZER)
-        moments = _tensors(stored, state.OPTIMIZER, out)
-        values = state.optimizer_values(saved, {f"{state.OPTIMIZER}/{name}": each for name, each in moments})
+        saved = stored.value(state.OPTIMIZER)
+        values = state.optimizer_values(saved, dict(_tensors(stored, state.OPTIMIZER, out)))
         plain = state.plain_optimizer(values, saved["groups"])
-        whole = {"model": model, "optimizer": plain, "step": stored.head["step"], "extra": stored.head["extra"]}
+        whole = {"model": whole, "optimizer": plain, "step": stored.head["step"], "extra": stored.head["extra"]}
     with folders.whole_file(out) as unfinished:
         save_plain(whole, unfinished)
 
@@ -92,37 +101,31 @@ def _tensors(stored: StoredFolder, kind: str, out: Path) -> Iterator[tuple[str, 
             os.posix_fallocate(file.fileno(), 0, max(1, count * dtype.itemsize))  # a full disk is an error here
             mapped = torch.from_file(file.name, True, count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
         whole = mapped.view(shape)
-        stored.read({f"{kind}/{name}": Parts(whole)})
+        stored.read([(f"{kind}/{name}", Parts(whole))])
         yield name, whole
 
 
 def _to_safetensors(stored: StoredFolder, out: Path, optimizer: bool) -> None:
-    def wholes() -> Iterator[torch.Tensor]:
-        for name, (shape, dtype) in stored.tensors.items():
-            whole = torch.empty(shape, dtype=dtype)
-            stored.read({f"{state.MODEL}/{name}": Parts(whole)})
-            yield whole
-
-    aliases = {f"{alias} is": name for alias, name in stored.aliases.items()}
-    safetensors.write(out, stored.tensors, wholes(), aliases)
+    aliases = {f"{alias} is": name for alias, name in stored.names.items() if alias != name}
+    safetensors.write(out, stored.tensors, (whole for _, whole in _tensors(stored, state.MODEL, out)), aliases)
 
 
 def _to_checkpoint(source: Path, folder: Path, step: int, trust: bool) -> Path:
-    values = read_state_dict(source, trust)
+    final = folder.absolute() / folders.name_of(step)
+    folders.check_place(final, None)
+    folders.check_writable("consolidate: out", folder)
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
     entries: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in read_state_dict(source, trust).items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"consolidate: {source} holds {name!r}, a {type(value).__name__}; only tensors are taken")
-        same = (value.data_ptr(), value.shape, value.stride()) if value.numel() else name
-        if same in first:
-            aliases[name] = first[same]
-        else:
-            first[same] = name
+        stored = first.setdefault((value.data_ptr(), value.shape, value.stride()) if value.numel() else name, name)
+        if stored == name:
             entries[f"{state.MODEL}/{name}"] = Parts(value)
+        else:
+            aliases[name] = stored
     entries[state.HEAD] = head(step, aliases=aliases)
-    final = folder.absolute() / folders.name_of(step)
     try:
         part = folders.UnfinishedCheckpoint(final, None)
     except OSError as error:

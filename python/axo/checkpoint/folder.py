@@ -64,9 +64,8 @@ def read_marker(path: Path) -> Marker | None:
     """The marker of a checkpoint that Axo wrote; None where there is none or it cannot be read."""
     try:
         said = files.parse_json(files.read_text(path / MARKER, _MOST_MARKER))
-        marker = Marker(
-            int(said["step"]), said["run"], said["metadata"], said.get("checksum", "xxh3")
-        )  # the first ones do not say
+        kind = said.get("checksum", "xxh3")  # the first ones do not say
+        marker = Marker(int(said["step"]), said["run"], said["metadata"], kind)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     words = (marker.run or "", marker.metadata or "", marker.checksum)
@@ -200,16 +199,15 @@ def check_place(final: Path, run: str | None) -> None:
         return
     marker = read_marker(final)
     if marker is None or final.is_symlink():
-        why = f" (it {_fault(final) or f'has no {MARKER}'})"
-        what, why = ("is a link", "") if final.is_symlink() else (kind_of(final), why)
+        what = f"{kind_of(final)} that axo.checkpoint.save did not write (it {_fault(final) or f'has no {MARKER}'})"
+        what = "is a link that axo.checkpoint.save did not write" if final.is_symlink() else what
         raise ValueError(
-            f"checkpoint: {final} {what} that axo.checkpoint.save did not write{why}, and is left as it is; give"
-            " another folder or name, or move it away"
+            f"checkpoint: {final} {what}, and is left as it is; give another folder or name, or move it away"
         )
     if marker.run != run:
+        other, this = ("a run without identity" if each is None else f"run {each}" for each in (marker.run, run))
         raise ValueError(
-            f"checkpoint: {final} is a checkpoint of {_run(marker.run)}, and this is {_run(run)}; give another folder,"
-            " or remove it"
+            f"checkpoint: {final} is a checkpoint of {other}, and this is {this}; give another folder, or remove it"
         )
 
 
@@ -232,10 +230,8 @@ def check_writable(what: str, path: Path) -> None:
     place = nearest(what, path, path / "file")
     if path.is_symlink() and not path.exists():
         raise ValueError(f"{what}={path} {kind_of(path)}; give a folder")
-    try:
+    with _writing(what, path, f" in {place}"):
         tempfile.TemporaryFile(dir=place).close()
-    except OSError as error:
-        raise ValueError(f"{_unwritable(what, path)}: {error.strerror} in {place}") from None
 
 
 def nearest(what: str, given: Path, file: Path) -> Path:
@@ -245,50 +241,21 @@ def nearest(what: str, given: Path, file: Path) -> Path:
         ValueError: What stands there is no folder, or a name is too long; names ``what`` and what was ``given`` for it.
     """
     place = file.parent.absolute()
-    try:
+    with _writing(what, given):
         file.exists()  # raises for a name that is too long
         while not place.exists():
             place = place.parent
-    except OSError as error:
-        raise ValueError(f"{_unwritable(what, given)}: {error.strerror}") from None
-    if not place.is_dir():
-        raise ValueError(f"{_unwritable(what, given)}: {place} is not a folder")
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{place} is not a folder")
     return place
 
 
-def _unwritable(what: str, path: Path) -> str:
-    return f"{what}={str(path)[:120]} cannot be written"
-
-
-def check_consolidate(
-    source: str | os.PathLike[str], out: str | os.PathLike[str], optimizer: bool = False, step: int = 0
-) -> Path:
-    """Check the arguments of ``axo.checkpoint.consolidate``. Returns the checkpoint, or the plain file.
-
-    Raises:
-        ValueError: The source is neither, or the result cannot be written there.
-    """
-    for what, given in (("source", source), ("out", out)):
-        wrong = f"{what} is empty" if given == "" else f"{what}={given!r} is no path"
-        check_local(given, f"consolidate: {wrong}; name a file or a folder")
-    check_step("consolidate", step)
-    source, out = Path(source), Path(out)
-    if source.is_file():
-        check_place(out.absolute() / name_of(step), None)
-        check_writable("consolidate: out", out)
-        return source
-    path = resolve(source)
-    if os.path.isfile(out.parent / MARKER):  # also where it may not be read
-        raise ValueError(f"consolidate: {out} would lie in a checkpoint, {out.parent}; name a file elsewhere")
-    if os.path.exists(out) and not out.is_file():
-        raise ValueError(f"consolidate: {out} {kind_of(out)}; name a file, such as {out / 'model.pth'}")
-    if optimizer and out.suffix == ".safetensors":
-        raise ValueError("consolidate: a .safetensors file holds no optimizer; name the result .pth")
-    return path
-
-
-def _run(run: str | None) -> str:
-    return "a run without identity" if run is None else f"run {run}"
+@contextlib.contextmanager
+def _writing(what: str, path: Path, where: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{what}={str(path)[:120]} cannot be written: {error.strerror}{where}") from None
 
 
 class _Unfinished:
@@ -307,21 +274,16 @@ class _Unfinished:
 
     def __init__(self, final: Path, others: str = "") -> None:
         _remove_left_over(final.parent, rf"\.({re.escape(final.name)}|{others})\.[0-9a-f]{{8}}\.part")
-        while not self._begin(final):
-            pass
-
-    def _begin(self, final: Path) -> bool:
-        """Make the file and lock it; False: another writer took it for what a dead one has left."""
-        self.file = final.with_name(f".{final.name}.{secrets.token_hex(4)}.part")
-        self.folder = self.file.with_suffix(".new")
-        self._lock = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            if files.lock(self._lock) and self.file.exists():
-                return True
-        except OSError:  # a file system without locks
-            return True
-        os.close(self._lock)
-        return False
+        while True:
+            self.file = final.with_name(f".{final.name}.{secrets.token_hex(4)}.part")
+            self.folder = self.file.with_suffix(".new")
+            self._lock = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                if files.lock(self._lock) and self.file.exists():
+                    return
+            except OSError:  # a file system without locks
+                return
+            os.close(self._lock)  # another writer took the file for what a dead one has left
 
     def close(self) -> None:
         """Remove what is there, not committed or replaced by the commit, and release the lock. May be called again."""
@@ -335,21 +297,12 @@ class _Unfinished:
 def _remove_left_over(folder: Path, names: str) -> None:
     """Remove files that match ``names`` and that nobody holds a lock on, and the folders beside them."""
     with contextlib.suppress(OSError):  # a folder that may not be listed
-        for path in folder.iterdir():
+        for path in [path for path in folder.iterdir() if re.fullmatch(names, path.name)]:
             # No file of its own: not ours. No locks on this file system: its writer may live.
-            with contextlib.suppress(OSError, ValueError):
-                if re.fullmatch(names, path.name):
-                    _remove_unlocked(path)
-
-
-def _remove_unlocked(path: Path) -> None:
-    descriptor = files.open_own(path, create=False)
-    try:
-        if files.lock(descriptor):
-            _remove_tree(path.with_suffix(".new"))
-            path.unlink()
-    finally:
-        os.close(descriptor)
+            with contextlib.suppress(OSError, ValueError), open(files.open_own(path, create=False), "rb") as file:
+                if files.lock(file.fileno()):
+                    _remove_tree(path.with_suffix(".new"))
+                    path.unlink()
 
 
 class UnfinishedCheckpoint(_Unfinished):

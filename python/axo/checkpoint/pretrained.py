@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from axo.checkpoint import safetensors, state
+from axo.checkpoint.boxes import Parts
 from axo.checkpoint.folder import check_local, whole_file
-from axo.checkpoint.parts import Parts
 from axo.checkpoint.ranks import checkpoint_group, on_all_ranks, rank_in
 from axo.nn.placeholder import is_stage
 
@@ -66,10 +66,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         try:
             if rank_in(group) == 0:
                 _write(model, folder, tensors, wholes, max_file_bytes)
-        except errors:
-            deque(wholes, maxlen=0)  # the other ranks wait in every gather
-            raise
-        deque(wholes, maxlen=0)
+        finally:
+            deque(wholes, maxlen=0)  # every rank takes part in every gather
     return folder
 
 
@@ -125,7 +123,7 @@ def _write(model: Any, folder: Path, tensors: dict[str, Parts], wholes: Iterator
             path.unlink()
 
 
-def _split(described: safetensors.Described, most: int) -> dict[str, list[str]]:
+def _split(described: state.Described, most: int) -> dict[str, list[str]]:
     """File -> names of the tensors in it."""
     parts: list[list[str]] = []
     room = -math.inf

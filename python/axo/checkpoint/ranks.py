@@ -1,24 +1,28 @@
 """What the ranks of a save or a load tell each other: one process group, apart from training's, and shared errors.
 
-A save that goes on while training does uses that group too, so whoever wants it waits for the save.
+A save that goes on while training does uses that group too, so whoever wants it waits for the save. Ranks send plain
+values and tensors, as JSON: nothing that comes from a peer is unpickled.
 """
 
 from __future__ import annotations
 
-import io
+import base64
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from axo.checkpoint import state
 from axo.comm.connect import Communicators
 from axo.errors import Error
 
-_MOST = 1 << 30  # bytes that a rank may send: the extras of a run are the largest
+_MOST = 1 << 30  # bytes that a rank may send
 
 
 class Save:
@@ -71,26 +75,14 @@ class Save:
         return self._thread is None or not self._thread.is_alive()
 
 
-class PendingSave:
-    """The save under way in this process. There is one at a time, so that host memory holds one copy at most."""
+@dataclass
+class LastSave:
+    """The last save of this process. There is one at a time, so that host memory holds one copy at most."""
 
-    def __init__(self) -> None:
-        self.save: Save | None = None
-
-    def wait(self) -> None:
-        """Block until it has ended, and raise its error."""
-        self.finish()  # first: an interrupted wait must not forget it
-        save, self.save = self.save, None
-        if save is not None:
-            save.wait()
-
-    def finish(self) -> None:
-        """Block until it has ended; an error is kept."""
-        if self.save is not None:
-            self.save.finish()
+    save: Save
 
 
-pending = PendingSave()
+pending = LastSave(Save(Path()))
 
 
 def checkpoint_group(comms: Communicators | None) -> dist.ProcessGroup | None:
@@ -102,7 +94,7 @@ def checkpoint_group(comms: Communicators | None) -> dist.ProcessGroup | None:
         ValueError: Several ranks, and no communicators.
         axo.PeerLost, axo.Timeout: On its first use: a rank has died, or does not come.
     """
-    pending.finish()
+    pending.save.finish()
     if comms is None:
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
@@ -124,36 +116,73 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def share(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
-    """Every rank's value, in rank order: plain values and tensors, which is all that ``torch.load`` makes unasked.
+# --- plain values -----------------------------------------------------------------------------------------------------
 
-    What another rank sends is never unpickled as Python does it, which would run whatever it says.
+
+def share(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
+    """Every rank's value, in rank order: numbers, texts, lists, tuples, sets, dicts and tensors.
 
     Raises:
-        axo.errors.Error: A rank sent something else.
+        axo.errors.Error: A rank sent something else; on every rank.
     """
     if group is None:
         return [value]
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    own = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-    ranks = range(dist.get_world_size(group))
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
+    try:
+        text = json.dumps(_to_json(value))
+    except (TypeError, ValueError, RecursionError):  # the others wait for a message, and are told by one that is none
+        text = f"a {type(value).__name__}"
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
     longest = max(map(int, sizes))
     if not all(0 < size <= _MOST for size in sizes):
         raise Error(f"checkpoint: ranks sent {[int(size) for size in sizes]} bytes; at most {_MOST} are taken")
-    messages = [torch.zeros(longest, dtype=torch.uint8) for _ in ranks]
+    messages = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(messages, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
-    return [_received(rank, messages[rank][: int(sizes[rank])]) for rank in ranks]
+    values = []
+    for rank, (message, size) in enumerate(zip(messages, sizes, strict=True)):
+        try:
+            values.append(_of_json(json.loads(message[: int(size)].numpy().tobytes())))
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError):
+            raise Error(f"checkpoint: rank {rank} sent what is no plain value") from None
+    return values
 
 
-def _received(rank: int, message: torch.Tensor) -> Any:
-    try:
-        return torch.load(io.BytesIO(message.numpy().data), map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle, zip, torch: each with classes of its own
-        why = str(error).partition("\n")[0]
-        raise Error(f"checkpoint: rank {rank} sent what is no plain value ({type(error).__name__}: {why})") from None
+_KINDS: dict[str, Any] = {"tuple": tuple, "set": set, "dict": dict}
+
+
+def _to_json(value: Any) -> Any:
+    """A value as JSON has it; of what JSON does not know, its kind and its content."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return list(map(_to_json, value))
+    if isinstance(value, torch.Tensor):
+        data = "meta" if value.is_meta else base64.b64encode(state.bytes_of(state.on_host(value))).decode()
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), data]}
+    if isinstance(value, dict):
+        return {"dict": [[_to_json(key), _to_json(each)] for key, each in value.items()]}
+    if isinstance(value, tuple | set):
+        return {"tuple" if isinstance(value, tuple) else "set": list(map(_to_json, value))}
+    raise TypeError(type(value).__name__)
+
+
+def _of_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return list(map(_of_json, value))
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind != "tensor":
+        return _KINDS[kind](map(_of_json, content))
+    dtype, shape, data = getattr(torch, content[0]), content[1], content[2]
+    if data == "meta":
+        return torch.empty(shape, dtype=dtype, device="meta")
+    flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.view(shape)
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
 
 
 def share_path(comms: Communicators | None, path: Path | None) -> Path | None:

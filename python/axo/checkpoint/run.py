@@ -96,16 +96,13 @@ class Run:
         if lost < 0 or files.is_open(folder / _LOCK, lost):
             return
         folders.make_folder(folder)
-        try:
-            self._hold(folder)
-        except BaseException:
-            self._lock = lost
-            raise
+        self._hold(folder)
         _held.discard(lost)
         os.close(lost)
-        if _identity(folder) not in (None, self.id):
+        identity = _identity(folder)
+        if identity not in (None, self.id):
             raise ValueError(f"checkpoint: {folder} is another run's by now; give each a folder of its own")
-        if _identity(folder) is None:
+        if identity is None:
             _identify(folder, self.id)
         warnings.warn(
             f"axo: {folder}, or its {_LOCK}, was moved or removed while a run held it; the run goes on there, and what"
@@ -133,7 +130,7 @@ class Run:
         self._hold(folder)
         identity, earlier = _identity(folder), folders.complete(checkpoints)
         if resume and (identity or earlier):
-            return identity or folders.run_of(earlier[-1]) or self._start(folder)
+            return identity or folders.run_of(earlier[-1]) or _identify(folder)
         if earlier and not overwrite:
             raise ValueError(
                 f"checkpoint: {checkpoints} holds checkpoints of an earlier run, the newest {earlier[-1].name}; resume"
@@ -141,19 +138,19 @@ class Run:
             )
         for path in earlier:
             folders.remove(path)
-        return self._start(folder)
+        return _identify(folder)
 
     def _hold(self, folder: Path) -> None:
         path = folder / IDENTITY
         if path.exists() and not path.is_file():
             raise ValueError(f"checkpoint: {path} {folders.kind_of(path)}, and a file of that name is to be written")
         try:
-            self._lock = files.open_own(folder / _LOCK)
+            lock = files.open_own(folder / _LOCK)
         except ValueError as error:
             raise ValueError(f"checkpoint: {error}") from None
-        owner = os.read(self._lock, 1000).decode(errors="replace").strip()
+        owner = os.read(lock, 1000).decode(errors="replace").strip()
         try:
-            free = files.lock(self._lock)
+            free = files.lock(lock)
         except OSError as error:
             free = not _lives_here(owner)
             if free:
@@ -164,18 +161,13 @@ class Run:
                     stacklevel=4,
                 )
         if not free:
-            os.close(self._lock)
-            self._lock = -1
+            os.close(lock)
             owner = owner or "another process"
             raise ValueError(f"checkpoint: {folder} is in use by {owner}; wait until it ends, or give another folder")
-        _held.add(self._lock)
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def _start(self, folder: Path) -> str:
-        identity = secrets.token_hex(8)
-        _identify(folder, identity)
-        return identity
+        self._lock = lock
+        _held.add(lock)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 _held: set[int] = set()  # the locks of this process
@@ -196,9 +188,12 @@ def _lives_here(owner: str) -> bool:
     return match is not None and match[2] == socket.gethostname() and Path("/proc", match[1]).exists()
 
 
-def _identify(folder: Path, identity: str) -> None:
+def _identify(folder: Path, identity: str = "") -> str:
+    """Write the identity of a run, or a new one."""
+    identity = identity or secrets.token_hex(8)
     with folders.whole_file(folder / IDENTITY) as unfinished:
         unfinished.write_text(json.dumps({"run": identity}) + "\n")
+    return identity
 
 
 def _identity(folder: Path) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from axo.checkpoint.folder import whole_file
+from axo.checkpoint.state import Described
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -23,7 +24,6 @@ _NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def write(out: Path, described: Described, tensors: Iterable[torch.Tensor], extra: dict[str, str]) -> None:

@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from axo.checkpoint.parts import Parts
+from axo.checkpoint.boxes import Parts
 from axo.comm.connect import Communicators
 from axo.nn.dropout import Dropout
 from axo.nn.placeholder import renamed
@@ -33,6 +32,7 @@ from axo.placement import placement_of
 
 MODEL, OPTIMIZER, RNG, HEAD = "model", "optimizer", "rng", "axo"
 FORMAT = 2
+Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape of the whole, and dtype
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _OF_TORCH = re.compile(r"^\[enforce fail at [^]]*\][^:]*?\. +")  # the place and the condition of a check
 
@@ -134,8 +134,8 @@ def communicators(model: nn.Module) -> Communicators | None:
     Raises:
         ValueError: They are of two grids.
     """
-    placements = [placement_of(parameter) for parameter in model.parameters()]
-    comms = list({id(p.comms): p.comms for p in placements if p is not None and p.comms is not None}.values())
+    placements = filter(None, map(placement_of, model.parameters()))
+    comms = list({id(placement.comms): placement.comms for placement in placements if placement.comms}.values())
     if len(comms) > 1:
         raise ValueError("checkpoint: the model's layers lie on different grids; save each grid's part by itself")
     return comms[0] if comms else None
@@ -174,12 +174,11 @@ def parts(entries: Mapping[str, Any]) -> dict[str, Parts]:
     }
 
 
-def set_extra_state(model: nn.Module, loaded: dict[str, Any]) -> None:
+def set_extra_state(model: nn.Module, values: dict[str, Any]) -> None:
     """Hand what is no tensor (``get_extra_state`` of modules) back."""
-    for entry, value in loaded.items():
-        if entry.startswith(f"{MODEL}/") and not isinstance(value, Parts):
-            module = entry.removeprefix(f"{MODEL}/").rpartition("_extra_state")[0].rstrip(".")
-            model.get_submodule(module).set_extra_state(value)
+    for entry, value in values.items():
+        module = entry.removeprefix(f"{MODEL}/").rpartition("_extra_state")[0].rstrip(".")
+        model.get_submodule(module).set_extra_state(value)
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -212,7 +211,7 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     Raises:
         ValueError: A state tensor has neither its parameter's shape nor one element, and the parameter is split.
     """
-    names = parameter_names(model, optimizer)
+    names, kind = parameter_names(model, optimizer), type(optimizer).__name__
     entries: dict[str, Any] = {}
     values: dict[str, dict[str, Any]] = {}
     for name, parameter in with_names(optimizer, names):
@@ -220,22 +219,22 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             if isinstance(value, torch.Tensor):
                 if not isinstance(key, str) or "/" in key:
                     raise ValueError(
-                        f"checkpoint: {type(optimizer).__name__} keeps a tensor of {name!r} as {key!r}; only one"
-                        " whose key is a string without '/' can be saved"
+                        f"checkpoint: {kind} keeps a tensor of {name!r} as {key!r}; only one whose key is a string"
+                        " without '/' can be saved"
                     )
                 entries[f"{OPTIMIZER}/{name}/{key}"] = state_parts(optimizer, name, key, value, parameter)
             elif _is_plain(plain := _of_python(value)):
                 values.setdefault(name, {})[key] = plain
             else:
                 raise ValueError(
-                    f"checkpoint: {type(optimizer).__name__} keeps {key!r} of {name!r} as a"
-                    f" {type(value).__name__}, which is neither a tensor nor a plain value"
+                    f"checkpoint: {kind} keeps {key!r} of {name!r} as a {type(value).__name__}, which is neither a"
+                    " tensor nor a plain value"
                 )
     options = [
         {key: _of_python(value) for key, value in checks.without(group).items()} | {"params": of_group}
         for group, of_group in zip(optimizer.param_groups, names, strict=True)
     ]
-    entries[OPTIMIZER] = {"kind": kind_of(optimizer), "groups": options, "values": values}
+    entries[OPTIMIZER] = {"kind": kind, "groups": options, "values": values}
     return entries
 
 
@@ -245,78 +244,66 @@ def state_parts(optimizer: Optimizer, name: Any, key: Any, value: torch.Tensor, 
     Raises:
         ValueError: It has neither the parameter's shape nor one element, and the parameter is split.
     """
-    placement = placement_of(parameter)
-    if placement_of(value) is not None:
-        return Parts(value, placement_of(value))
-    if placement is not None and value.dim() and tuple(value.shape) == placement.state.local_shape():
+    own, placement, shape = placement_of(value), placement_of(parameter), tuple(value.shape)
+    if own is not None or placement is None or not shape:
+        return Parts(value, own)
+    if shape == placement.state.local_shape():
         return Parts(value, placement.state)
     if value.shape == parameter.shape:
         return Parts(value, placement)
-    if placement is not None and value.dim() and tuple(parameter.shape) != placement.global_shape:
-        raise ValueError(
-            f"checkpoint: {type(optimizer).__name__} keeps {key!r} of {name!r} in shape {tuple(value.shape)}, and the"
-            f" parameter has shape {tuple(parameter.shape)} on this rank; of a split parameter only state of its shape"
-            " or a single number can be saved"
-        )
-    return Parts(value)
+    if tuple(parameter.shape) == placement.global_shape:
+        return Parts(value)
+    raise ValueError(
+        f"checkpoint: {type(optimizer).__name__} keeps {key!r} of {name!r} in shape {shape}, and the parameter has"
+        f" shape {tuple(parameter.shape)} on this rank; of a split parameter only state of its shape or a single number"
+        " can be saved"
+    )
 
 
-def by_parameter(entries: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Parameter -> key -> what ``entries`` have under ``optimizer/PARAMETER/KEY``."""
-    values: dict[str, dict[str, Any]] = {}
-    for entry, value in entries.items():
-        if entry.startswith(f"{OPTIMIZER}/"):
-            name, _, key = entry.removeprefix(f"{OPTIMIZER}/").rpartition("/")
-            values.setdefault(name, {})[key] = value
-    return values
-
-
-def optimizer_targets(model: nn.Module, optimizer: Optimizer, metadata: Metadata) -> dict[str, Any]:
-    """Room on this rank for the optimizer state that a checkpoint holds, as entries to read into."""
-    entries: dict[str, Any] = {OPTIMIZER: None}
-    stored = by_parameter(metadata.state_dict_metadata)
-    for name, parameter in with_names(optimizer, parameter_names(model, optimizer)):
-        for key, saved in stored.get(name, {}).items():
-            if not isinstance(saved, TensorStorageMetadata):
-                continue
-            own = optimizer.state.get(parameter, {}).get(key)
-            placement = placement_of(own) or placement_of(parameter)
-            if placement is not None:
-                placement = placement.state if tuple(saved.size) == placement.global_shape else None
-            shape = saved.size if placement is None else placement.local_shape()
-            in_place = getattr(optimizer, "loads_in_place", False) and isinstance(own, torch.Tensor)
-            if not in_place or own.shape != shape:  # in place: it lies where memory may have no room for it twice
-                # Single numbers stay in host memory, where torch's optimizers keep their step.
-                device = parameter.device if saved.size else torch.device("cpu")
-                own = torch.zeros(shape, dtype=saved.properties.dtype, device=device)
-            entries[f"{OPTIMIZER}/{name}/{key}"] = Parts(own, placement)
-    return entries
+def optimizer_targets(model: nn.Module, optimizer: Optimizer, saved: Described) -> dict[str, Parts]:
+    """PARAMETER/KEY -> room on this rank for each tensor of the optimizer's state that a checkpoint holds."""
+    targets: dict[str, Parts] = {}
+    parameters = dict(with_names(optimizer, parameter_names(model, optimizer)))
+    for entry, (whole, dtype) in saved.items():
+        name, _, key = entry.rpartition("/")
+        if name not in parameters:
+            continue
+        parameter = parameters[name]
+        own = optimizer.state.get(parameter, {}).get(key)
+        placement = placement_of(own) or placement_of(parameter)
+        if placement is not None:
+            placement = placement.state if whole == placement.global_shape else None
+        shape = whole if placement is None else placement.local_shape()
+        in_place = getattr(optimizer, "loads_in_place", False) and isinstance(own, torch.Tensor)
+        if not in_place or own.shape != shape:  # in place: it lies where memory may have no room for it twice
+            # Single numbers stay in host memory, where torch's optimizers keep their step.
+            device = parameter.device if whole else torch.device("cpu")
+            own = torch.zeros(shape, dtype=dtype, device=device)
+        targets[entry] = Parts(own, placement)
+    return targets
 
 
 def join_optimizers(of_stages: list[dict[str, Any]]) -> dict[str, Any]:
     """The ``optimizer`` entries of the stages of a pipeline as one: groups with the same options become one group."""
-    groups: list[dict[str, Any]] = []
-    values: dict[str, Any] = {}
+    joined: dict[str, Any] = {"kind": of_stages[0]["kind"], "groups": [], "values": {}}
     for saved in of_stages:
-        values |= saved["values"]
+        joined["values"] |= saved["values"]
         for group in saved["groups"]:
-            options = {key: value for key, value in group.items() if key != "params"}
-            same = [one for one in groups if options == {key: value for key, value in one.items() if key != "params"}]
+            same = [one for one in joined["groups"] if one | {"params": ()} == group | {"params": ()}]
             if same:
                 same[0]["params"] += [name for name in group["params"] if name not in same[0]["params"]]
             else:
-                groups.append(options | {"params": list(group["params"])})
-    return {"kind": of_stages[0]["kind"], "groups": groups, "values": values}
+                joined["groups"].append(group | {"params": list(group["params"])})
+    return joined
 
 
-def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]) -> None:
+def set_optimizer(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any], tensors: Mapping[str, Parts]) -> None:
     """Give the optimizer the state that was read, and each group the options of the group that had its parameters.
 
     Raises:
         ValueError: A group's parameters were in several groups, or it is the state of another kind of optimizer.
     """
-    saved = loaded[OPTIMIZER]
-    values = optimizer_values(saved, {key: each.local for key, each in loaded.items() if isinstance(each, Parts)})
+    values = optimizer_values(saved, {name: each.local for name, each in tensors.items()})
     group_of = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
     names = parameter_names(model, optimizer)
     same_groups = len(names) == len(saved["groups"]) and all(
@@ -346,8 +333,9 @@ def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]
 def optimizer_values(saved: dict[str, Any], tensors: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Parameter -> key -> value: plain ones are in the entry ``optimizer``, tensors in entries of their own."""
     values = {name: dict(plain) for name, plain in saved["values"].items()}
-    for name, of_parameter in by_parameter(tensors).items():
-        values.setdefault(name, {}).update(of_parameter)
+    for entry, tensor in tensors.items():  # PARAMETER/KEY
+        name, _, key = entry.rpartition("/")
+        values.setdefault(name, {})[key] = tensor
     return values
 
 

@@ -1,47 +1,54 @@
 """save: every rank writes its chunks into a hidden folder, and the folder gets its name when all have.
 
-On the calling thread: wait for the save before this one, collect the entries, compare the arguments of all ranks, and
-(``async_``) copy the entries to host memory. Then, on the same thread or another: DCP's plan, write and metadata over a
-process group of its own, so that training may communicate meanwhile; rank 0 looks that every rank's file is there,
-renames and prunes; all ranks learn how it ended. What a failed save has written is removed.
+    save     wait for the save before this one; collect the entries; compare the arguments of all ranks; rank 0 makes
+             the hidden folder; (async_) copy the entries to host memory
+    write    on the same thread or another: tell what each rank holds, and plan who writes what; write a file; tell
+             what lies where; rank 0 writes the metadata, looks that every file is there, renames and prunes; tell all
+
+Both speak over a process group of their own, so that training may communicate meanwhile. What a failed save has written
+is removed.
 """
 
 from __future__ import annotations
 
 import atexit
 import io
+import itertools
 import os
+import re
 import sys
-import warnings
+from collections.abc import Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from axo.checkpoint import folder as folders
-from axo.checkpoint import state
-from axo.checkpoint.parts import Parts, SavePlanner
+from axo.checkpoint import metadata, state, storage
+from axo.checkpoint.boxes import Box, Parts, assign
 from axo.checkpoint.ranks import Save, checkpoint_group, number_of, on_all_ranks, pending, rank_in, share
-from axo.checkpoint.storage import Writer, seal
 from axo.comm.connect import Communicators
 from axo.comm.extension import _C
-from axo.errors import CheckpointError, Error
+from axo.errors import CheckpointError
 from axo.launch import BEFORE_A_RANK_ENDS
 
-BEFORE_A_RANK_ENDS.append(pending.wait)
+
+def _end_of_the_last() -> None:
+    pending.save.wait()
+
+
+BEFORE_A_RANK_ENDS.append(_end_of_the_last)
 
 
 @atexit.register  # before communicators close: registered later than theirs
 def _at_exit() -> None:
     try:
-        pending.wait()
+        _end_of_the_last()
     except Exception as error:
         print(f"axo: {error}", file=sys.stderr)
         _C.end_with_failure()  # whatever is raised here would not change the program's exit code
@@ -83,10 +90,10 @@ def save(
         CheckpointError: Writing failed (a full disk, for example): this one, or an earlier that nobody waited for.
         axo.PeerLost, axo.Timeout: A rank has died, or does not come.
     """
-    pending.wait()
+    pending.save.wait()
     state.check_kinds(model, optimizer)
     comms = comms if comms is not None else state.communicators(model)
-    group = checkpoint_group(comms)
+    group, of_first = checkpoint_group(comms), isinstance(extra, OfFirst)
     entries: dict[str, Any] = {}
     final, part = Path(), None
     staged = comms is not None and comms.stages > 1  # a stage may know what another does not
@@ -97,6 +104,7 @@ def save(
         return f"checkpoint: {folder} cannot be used: {error.strerror}" if isinstance(error, OSError) else str(error)
 
     with on_all_ranks(group, (ValueError, OSError, RecursionError), say) as told:
+        extra = dict(extra) if isinstance(extra, OfFirst) else extra  # a class of its own is not read back
         _check_arguments(folder, name, step, extra, keep, run)
         final = Path(folder).absolute() / (name or folders.name_of(step))
         folders.check_place(final, run)
@@ -105,7 +113,8 @@ def save(
         told |= {"async_": async_, "optimizer": state.kind_of(optimizer)}
         if not staged:
             tensors = [(name, value.shape, value.local.dtype) for name, value in state.parts(entries).items()]
-            told |= {"model": f"{len(tensors)} tensors, {state.digest(tensors)}", "extra": state.digest(extra)}
+            told["model"] = f"{len(tensors)} tensors, {state.digest(tensors)}"
+            told["extra"] = "" if of_first else state.digest(extra)
     if staged:
         _join_stages(entries, group)
     try:
@@ -115,8 +124,10 @@ def save(
             part = folders.UnfinishedCheckpoint(final, run) if rank_in(group) == 0 else None
         path = Path(share(group, part and str(part.folder))[0])
         if async_:
-            with on_all_ranks(group, (MemoryError, RuntimeError), _without_memory):
-                _stage(entries)
+            why = "checkpoint: async_=True has no memory for a copy ({}); save without it"
+            with on_all_ranks(group, (MemoryError, RuntimeError), lambda e: why.format(state.reason(e))):
+                for entry, value in entries.items():  # copies in host memory
+                    entries[entry] = value.staged() if isinstance(value, Parts) else deepcopy(_without_graphs(value))
     except BaseException:
         if part is not None:
             part.close()
@@ -128,18 +139,12 @@ def save(
     handle.begin(lambda: write(entries, path, part, final, step, keep, group))
     pending.save = handle  # not earlier: another thread's save waits for it
     if comms is not None:
-        comms.before_close(pending.finish)
+        comms.before_close(handle.finish)
     return handle
 
 
-def _stage(entries: dict[str, Any]) -> None:
-    """Replace the entries by copies in host memory."""
-    for key, value in entries.items():
-        entries[key] = value.staged() if isinstance(value, Parts) else deepcopy(_without_graphs(value))
-
-
-def _without_memory(error: Exception) -> str:
-    return f"checkpoint: async_=True has no memory for a copy ({state.reason(error)}); save without it"
+class OfFirst(dict[str, Any]):
+    """What rank 0 alone knows, and saves for all, as ``extra``."""
 
 
 def _without_graphs(value: Any) -> Any:
@@ -150,23 +155,24 @@ def _without_graphs(value: Any) -> Any:
 def _check_arguments(folder: Any, name: Any, step: Any, extra: Any, keep: Any, run: Any) -> None:
     folders.check_local(folder, f"checkpoint: folder={folder!r} names no folder; give one, such as 'runs/a'")
     folders.check_step("checkpoint", step)
-    if name is not None and (
-        not isinstance(name, str) or name in ("", "..") or name[0] == "." or "/" in name or not name.isprintable()
-    ):
-        raise ValueError(
-            f"checkpoint: name={name!r} is not the name of a folder in {folder}; use one without '/', without a leading"
-            " dot and without signs that cannot be printed"
-        )
-    if name is not None and folders.step_of(name) not in (None, step):
-        raise ValueError(f"checkpoint: name={name!r} is that of another step than {step}; leave it out, or use another")
+    if name is not None:
+        if not isinstance(name, str) or not re.fullmatch(r"[^./][^/]*", name) or not name.isprintable():
+            raise ValueError(
+                f"checkpoint: name={name!r} is not the name of a folder in {folder}; use one without '/', without a"
+                " leading dot and without signs that cannot be printed"
+            )
+        if folders.step_of(name) not in (None, step):
+            raise ValueError(
+                f"checkpoint: name={name!r} is that of another step than {step}; leave it out, or use another"
+            )
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"checkpoint: keep={keep!r} is out of range; keep at least 1, or None for all")
     if run is not None and (not isinstance(run, str) or not run):
         raise ValueError(f"checkpoint: run={run!r} is not an identity; use a string, or None for none")
-    check_readable("extra", extra)
+    _check_readable("extra", extra)
 
 
-def check_readable(what: str, value: Any) -> None:
+def _check_readable(what: str, value: Any) -> None:
     """Whether ``load`` will take what is no tensor of the model."""
     buffer, value = io.BytesIO(), state.without_numbers(value)
     try:
@@ -192,11 +198,10 @@ def _entries(
     for entry, value in entries.items():
         if not isinstance(value, Parts):
             what = f"an option of {type(optimizer).__name__}" if entry == state.OPTIMIZER else f"{entry!r}"
-            check_readable(what, value)
+            _check_readable(what, value)
     entries[f"{state.RNG}/{rank}"] = state.rng_state()
-    grid, ranks = ("1x1x1x1", 1) if comms is None else (str(comms.grid), comms.everyone.size)
-    dropout = state.dropout_state(model)
-    entries[state.HEAD] = head(step, grid=grid, ranks=ranks, aliases=aliases, dropout=dropout, extra=extra)
+    where = {} if comms is None else {"grid": str(comms.grid), "ranks": comms.everyone.size}
+    entries[state.HEAD] = head(step, aliases=aliases, dropout=state.dropout_state(model), extra=extra, **where)
     return entries
 
 
@@ -211,26 +216,10 @@ def _join_stages(entries: dict[str, Any], group: dist.ProcessGroup | None) -> No
         entries[state.OPTIMIZER] = state.join_optimizers([saved for _, _, saved in told if saved is not None])
 
 
-def head(
-    step: int,
-    *,
-    grid: str = "1x1x1x1",
-    ranks: int = 1,
-    aliases: dict[str, str] | None = None,
-    dropout: dict[str, Any] | None = None,
-    extra: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+def head(step: int, **fields: Any) -> dict[str, Any]:
     """The entry that says what the others are."""
-    return {
-        "format": state.FORMAT,
-        "step": step,
-        "grid": grid,
-        "ranks": ranks,
-        "torch": str(torch.__version__),
-        "aliases": aliases or {},
-        "dropout": dropout or {},
-        "extra": extra,
-    }
+    alone = {"grid": "1x1x1x1", "ranks": 1, "aliases": {}, "dropout": {}, "extra": None}
+    return {"format": state.FORMAT, "step": step, "torch": str(torch.__version__)} | alone | fields
 
 
 def write(
@@ -249,33 +238,32 @@ def write(
     Raises:
         CheckpointError: It failed; on every rank.
     """
-    problem = ""
-    interrupt: BaseException | None = None
+    rank, problem, interrupt, written = rank_in(group), "", None, []
+    holds: dict[tuple[str, Box | None], int] = {}  # bytes
+    for name, value in entries.items():
+        tensor = isinstance(value, Parts)
+        holds |= {(name, box): value.view(box).nbytes for box in value.boxes} if tensor else {(name, None): 0}
     try:
+        writers = assign(share(group, holds))
+        own = [key for key, writer in writers.items() if writer == rank]
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.save(
-                    entries,
-                    storage_writer=Writer(path),
-                    planner=SavePlanner(),
-                    process_group=group,
-                    no_dist=group is None,
-                )
-            if part is not None:
-                part.commit(step, seal(path))
+            values = (entries[name] if box is None else entries[name].view(Box(*box)) for name, box in own)
+            for (name, box), extent in zip(own, storage.write(path / f"__{rank}_0.distcp", values), strict=True):
+                whole = None if box is None else (str(entries[name].local.dtype), entries[name].shape)
+                written.append((name, box, whole, extent))
+        except BaseException as error:
+            problem = f"rank {rank}: {str(error) or type(error).__name__}"
+            interrupt = None if isinstance(error, Exception) else error
+        told = share(group, (problem, written))
+        problems = [problem for problem, _ in told]
+        if part is not None and not any(problems):
+            try:
+                part.commit(step, metadata.write(path, _contents(itertools.chain(*(written for _, written in told)))))
                 if keep is not None:
                     folders.prune(final, keep, part.run)
-        except Error:  # a peer is lost, and could not be told of a problem
-            raise
-        except CheckpointException as error:  # DCP's: the same on all ranks
-            rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-            problem = f"rank {rank}: {cause or type(cause).__name__}"
-            own = error.failures.get(rank_in(group), (None, None))[0]
-            interrupt = own if isinstance(own, KeyboardInterrupt) else None  # not of the writing
-        except Exception as error:
-            problem = f"rank {rank_in(group)}: {error}"
-        problems = share(group, problem)
+            except Exception as error:
+                problem = f"rank {rank}: {error}"
+        problems += share(group, problem)
     finally:
         if part is not None:
             part.close()
@@ -283,3 +271,16 @@ def write(
         raise interrupt
     if any(problems):
         raise CheckpointError(f"checkpoint: {final} was not written: {next(filter(None, problems))}")
+
+
+def _contents(written: Iterable[Any]) -> metadata.Contents:
+    contents: metadata.Contents = {}
+    for name, box, whole, extent in written:
+        if whole is None:
+            contents[name] = metadata.Extent(*extent)
+            continue
+        dtype = getattr(torch, whole[0].removeprefix("torch."))
+        tensor = contents.setdefault(name, metadata.StoredTensor(dtype, whole[1], {}))
+        assert isinstance(tensor, metadata.StoredTensor)
+        tensor.chunks[Box(*box)] = metadata.Extent(*extent)
+    return contents

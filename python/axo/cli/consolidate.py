@@ -26,8 +26,5 @@ def consolidate(
     if (Path(source) / "lit_model.pth").is_dir():  # a folder of axo litgpt --sharded
         from axo.integrations.fabric.sharded_checkpoint import consolidate as write
     else:
-        from axo.checkpoint import folder
-
-        folder.check_consolidate(source, out, optimizer)  # before torch is imported
         from axo.checkpoint import consolidate as write
     say(f"wrote {write(source, out, optimizer=optimizer, trust=trust)}")

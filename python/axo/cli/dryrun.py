@@ -11,6 +11,8 @@ from axo.arrangement import arrangement_of
 from axo.cli.output import check_file, is_stdout, say, show_table, write
 from axo.cli.train import said, takes_fields
 from axo.grid import Grid
+from axo.perf.machine import Machine, load
+from axo.perf.memory import GIB, RESERVED, SLACK
 from axo.train.config import TrainConfig, overrides
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ def dryrun(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows of the global batch; default: one a data rank.")] = 0,
     microbatches: Annotated[int, typer.Option(help="Micro-batches that fill the stages; 0: one a stage.")] = 0,
+    machine: Annotated[str, typer.Option(help="Say whether the step fits there: h100, frontier, ..., or a file.")] = "",
     ranks: Annotated[str, typer.Option(help="auto: one of each role and neighbours; all; or 0,17,300.")] = "auto",
     order: Annotated[int, typer.Option(help="Print the first N collectives of the first rank, in order.")] = 0,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")] = None,
@@ -42,6 +45,7 @@ def dryrun(
     if order < 0:
         raise ValueError(f"order={order} is not at least 0")
     check_file(json_out)
+    on = load(machine) if machine else None
     if microbatches > 1 and pipeline == 1:
         raise ValueError(f"dryrun: microbatches={microbatches} fill stages, and there is one; add --pipeline")
     if not options["model"] and litgpt is None:
@@ -70,6 +74,8 @@ def dryrun(
         if not bad:
             what = "every collective" if pipeline == 1 else "every collective and message"
             say(f"ranks {shown} of {config.ranks}: {what} that two of them share matches")
+        if on is not None:
+            say(_verdict(max(records, key=lambda record: record.peak.total), on))
     if bad:
         raise ValueError(f"{len(bad)} communicators do not match; the first: {bad[0]}")
 
@@ -147,6 +153,16 @@ def _print(config: TrainConfig, records: list[Record], roles: dict[int, int], or
     show_table(f"rank {first.rank}: what it sends in a step", (["collective", "axis", "calls", "MB put in"], traffic))
     for number, one in enumerate(first.issued[:order], 1):
         say(f"{number:6}  {one.axis:5}  {one}")
+
+
+def _verdict(record: Record, machine: Machine) -> str:
+    """Whether the fullest rank fits into a GPU, with what the planner adds for allocator and libraries."""
+    need, has = (record.peak.total * (1 + SLACK) + RESERVED) / GIB, machine.memory_gib
+    more = "" if need <= has else "; docs/memory.md lists what to switch on, the cheapest first"
+    return (
+        f"{machine.name}: the step {'fits' if need <= has else 'does not fit'}: rank {record.rank} needs {need:.1f} of"
+        f" {has:g} GiB ({SLACK:.0%} for the allocator and {RESERVED / GIB:g} GiB for libraries included){more}"
+    )
 
 
 def _plain(record: Record) -> dict[str, object]:

@@ -129,9 +129,13 @@ def check_grid(grid: Grid) -> Iterator[str]:
     from axo.launch import launch_local
 
     transport = launch_local(_check_rank, grid.world_size, grid)
-    yield f"{'grid':<12} {grid}: {grid.world_size} rank{'s' if grid.world_size > 1 else ''} over {transport}"
+    yield f"{'grid':<12} {grid}: {_ranks(grid.world_size)} over {transport}"
     for axis in AXES:
-        yield f"{'axis ' + axis:<12} {grid.size(axis)} ranks, stride {grid.stride(axis)}, all_reduce ok"
+        yield f"{'axis ' + axis:<12} {_ranks(grid.size(axis))}, stride {grid.stride(axis)}, all_reduce ok"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def _check_rank(grid: Grid) -> str:

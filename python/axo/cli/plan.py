@@ -19,14 +19,14 @@ from axo.grid import Grid
 
 if TYPE_CHECKING:
     from axo.perf import planner
+    from axo.perf.output import Table
     from axo.perf.planner import Candidate
 
 MOST_TOKENS = 1e18
+Shown = str | tuple[str, "Table"]  # of what is printed: a sentence, or a table and its title
+Pictures = tuple[dict[str, bytes], Callable[[], str]]  # PNGs by title, and what gives the page that holds them
 
-JsonOut = Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")]
-CsvOut = Annotated[Path | None, typer.Option("--csv", help="Write CSV here; - for stdout.")]
 PlotOut = Annotated[Path | None, typer.Option("--plot", help="Write the plots (PNG) into this folder.")]
-HtmlOut = Annotated[Path | None, typer.Option("--html", help="Write one self-contained HTML page.")]
 Model = Annotated[str, typer.Option(help="gpt-5b ... gpt-640b, unet-250m ... unet-4b, a LitGPT name, or a file.")]
 
 
@@ -66,44 +66,101 @@ class Asked(NamedTuple):
         overlaps = (part.strip() for part in self.overlap.split(",") if part.strip() not in ("", "none"))
         on = machine.load(self.machine or machine.measured_here())
         on = on.with_network(self.network) if self.network else on
-        workload = readers.read(self.model, seq_length=self.seq, checkpointed=self.checkpoint)
+        workload = readers.read(self.model, seq_length=self.seq)
         if self.recompute_keeps not in ("nothing", "products"):
             raise ValueError(f"recompute-keeps={self.recompute_keeps!r} is not one of nothing, products")
         if self.offload not in ("none", "optimizer"):
             raise ValueError(f"offload={self.offload!r} is not planned; use none, or optimizer")
+        recompute = "selective" if self.recompute_keeps == "products" else "full" if self.checkpoint else "none"
+        if recompute == "selective" and not (self.checkpoint and workload.stacked):
+            raise ValueError("plan: selective says what recomputation keeps; leave blocks checkpointed")
         schedules = tuple(part.strip() for part in self.schedule.split(",")) if self.schedule else ("1f1b",)
         if not self.schedule and more.get("search"):
             schedules = planner.SEARCHED
         return planner.Request(
             workload, on.of_nodes(gpus) if gpus > 0 else on, gpus, tokens_of(self.batch_tokens, batch=True),
             overlap=frozenset(overlaps), gather=self.gather, zero=self.zero, micro_batches=self.micro_batches,
-            selective=self.recompute_keeps == "products", offload=self.offload == "optimizer",
-            sequence_parallel=self.sequence_parallel, pipeline=_counts(self.pipeline, gpus), schedules=schedules,
-            **more,
+            recompute=recompute, offload=self.offload == "optimizer", sequence_parallel=self.sequence_parallel,
+            pipeline=_counts(self.pipeline, gpus), schedules=schedules, **more,
         )  # fmt: skip
 
 
-def _with_asked(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command whose first argument is ``Asked`` the options of it, before its own."""
+class Outputs(NamedTuple):
+    """Where results go."""
+
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")] = None
+    csv_out: Annotated[Path | None, typer.Option("--csv", help="Write CSV here; - for stdout.")] = None
+    plot: PlotOut = None
+    html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained HTML page.")] = None
+
+    def check(self) -> None:
+        """Check where results are to go before anything is computed."""
+        if is_stdout(self.json_out) and is_stdout(self.csv_out):
+            raise ValueError("--json - and --csv - both want stdout; give one of them a file")
+        for path in (self.json_out, self.csv_out, self.html):
+            check_file(path)
+        if self.plot is not None and self.plot.exists() and not self.plot.is_dir():
+            raise ValueError(f"--plot {self.plot} is a file; name a folder")
+
+    def write(self, values: Callable[[], Any], draw: Callable[[], Pictures], csv: Callable[[], str] = str) -> None:
+        """Write what was asked for.
+
+        Args:
+            values: Gives what is written as JSON.
+            draw: Gives the pictures (PNG) by title, and the page that holds them.
+            csv: Gives the CSV.
+        """
+        if self.json_out is not None:
+            write(self.json_out, values())
+        if self.csv_out is not None:
+            write(self.csv_out, csv())
+        if self.plot is None and self.html is None:
+            return
+        drawn, page = draw()
+        for name, png in drawn.items() if self.plot is not None else ():
+            assert self.plot is not None
+            self.plot.mkdir(parents=True, exist_ok=True)
+            path = self.plot / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.png"
+            write(path, png)
+            self.say(f"wrote {path}")
+        if self.html is not None:
+            write(self.html, page())
+
+    def say(self, *parts: Shown) -> None:
+        """Print sentences and tables (title, table), unless a result goes to stdout; what is empty is left out."""
+        if is_stdout(self.json_out) or is_stdout(self.csv_out):
+            return
+        for part in parts:
+            if isinstance(part, tuple):
+                show_table(*part)
+            elif part:
+                say(part)
+
+
+def _with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes groups of options (``Asked``, ``Outputs``) the options of each in its place."""
 
     @functools.wraps(command)
     def called(**given: Any) -> None:
-        asked = Asked(**{name: given.pop(name) for name in Asked._fields})
-        command(asked, **given)
+        for name, group in groups.items():
+            given[name] = group(**{option: given.pop(option) for option in group._fields})
+        command(**given)
 
-    shared = get_type_hints(Asked, include_extras=True)
-    by_name = inspect.Parameter.KEYWORD_ONLY
-    parameters = [inspect.Parameter(name, by_name, default=Asked._field_defaults[name], annotation=shared[name])
-                  for name in Asked._fields]  # fmt: skip
-    own = get_type_hints(command, include_extras=True)
-    for parameter in list(inspect.signature(command).parameters.values())[1:]:
-        parameters.append(parameter.replace(kind=by_name, annotation=own[parameter.name]))
+    hints, parameters, groups = get_type_hints(command, include_extras=True), list[inspect.Parameter](), {}
+    for one in inspect.signature(command).parameters.values():
+        group = hints[one.name] if hints[one.name] in (Asked, Outputs) else None
+        if group is not None:
+            groups[one.name] = group
+        defaults = group._field_defaults if group is not None else {one.name: one.default}
+        types = get_type_hints(group, include_extras=True) if group is not None else hints
+        parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+                       for name, default in defaults.items()]  # fmt: skip
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {each.name: each.annotation for each in parameters}
     return called
 
 
-@_with_asked
+@_with_groups
 def plan(
     asked: Asked,
     gpus: Annotated[int, typer.Option(help="Number of GPUs (GCDs on frontier).")] = 0,
@@ -121,10 +178,7 @@ def plan(
     compare: Annotated[
         list[Path] | None, typer.Option(help="Compare plans that --json wrote; repeat for each file.")
     ] = None,
-    json_out: JsonOut = None,
-    csv_out: CsvOut = None,
-    plot: PlotOut = None,
-    html: HtmlOut = None,
+    outputs: Outputs = Outputs(),  # noqa: B008
 ) -> None:
     """Rank every grid of a number of GPUs by predicted step time."""
     from axo.perf import output, planner
@@ -133,10 +187,8 @@ def plan(
         if asked.model or gpus:
             raise ValueError("--compare reads plans that --json wrote, and plans nothing; leave --model and --gpus out")
         plans = [(str(path), _plan_file(path)) for path in compare]
-        show_table("the best of each plan", output.compare_table(plans))
-        if len(plans) > 1:
-            say(output.compared(plans))
-        return
+        table = "the best of each plan", output.compare_table(plans)
+        return Outputs().say(table, output.compared(plans) if len(plans) > 1 else "")
     if not asked.model or not gpus:
         raise ValueError("name what is to be planned: --model NAME --gpus N (and --machine NAME)")
     if top < 1:
@@ -145,48 +197,108 @@ def plan(
         raise ValueError(f"gpu-hour={gpu_hour} is not a price of at least 0")
     if gpu_hour and tokens == "0":
         raise ValueError("gpu-hour gives the cost of a whole training; say how many --tokens that has")
-    _check_outputs(json_out, csv_out, html, plot=plot)
+    outputs.check()
     if algorithm != "all" and algorithm not in planner.ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} is not known; use {', '.join(planner.ALGORITHMS)} or all")
     request = asked.request(
         gpus, tokens=float(tokens_of(tokens, batch=False)), precision=precision, search=search,
         algorithms=planner.ALGORITHMS if algorithm == "all" else (algorithm,),
     )  # fmt: skip
-    if (plot or html) and algorithm != "axonn":
+    if (outputs.plot or outputs.html) and algorithm != "axonn":
         raise ValueError(f"--plot and --html simulate a step of axonn; leave --algorithm {algorithm} out for them")
-    if (plot or html) and request.pipeline != (1,):
+    if (outputs.plot or outputs.html) and request.pipeline != (1,):
         raise ValueError("--plot and --html simulate a step of one grid; axo simulate --pipeline draws stages")
     wanted = None if explain is None else _grid(explain, gpus)
-    grid_plan = planner.plan(request)
-    chosen = None if wanted is None else _explained(grid_plan, wanted)
-    if not _stdout_taken(json_out, csv_out):
-        _print_plan(grid_plan, top, chosen, gpu_hour)
+    ranking = planner.plan(request)
+    chosen = None if wanted is None else _explained(ranking, wanted)
+    outputs.say(*_summary(ranking, top, gpu_hour), *(_details(ranking, chosen) if chosen is not None else ()))
 
-    def draw() -> tuple[dict[str, bytes], Callable[[], str]]:
+    def draw() -> Pictures:
         from axo.perf import plots, simulator
 
-        step = simulator.simulate(
-            grid_plan.workload(grid_plan.best), grid_plan.best.grid, request.machine, grid_plan.best.run
-        )
-        drawn = plots.plan_plots(grid_plan, step)
-        return drawn, lambda: output.plan_page(grid_plan, step, drawn)
+        step = simulator.simulate(request.workload, ranking.best.grid, request.machine, ranking.best.run)
+        drawn = plots.plan_plots(ranking, step)
+        return drawn, lambda: output.plan_page(ranking, step, drawn)
 
-    values = output.plan_json(grid_plan, gpu_hour=gpu_hour) if json_out else None
-    _write_outputs(json_out, values, csv_out, lambda: output.plan_csv(grid_plan), plot, html, draw)
+    outputs.write(lambda: output.plan_json(ranking, gpu_hour=gpu_hour), draw, lambda: output.plan_csv(ranking))
 
 
-@_with_asked
+def _summary(ranking: planner.GridPlan, top: int, gpu_hour: float) -> list[Shown]:
+    """What is printed of every plan."""
+    from axo.perf import others, output
+
+    asked, on, shown = ranking.request, ranking.request.machine, ranking.ranked[:top]
+    nodes, a_node = on.nodes(asked.gpus)
+    described = f"{on.description}; " if on.description else ""
+    network = f"--network {on.network:g} Gb/s a node; " if on.network else ""
+    assumed = ", ".join(f"{name} {getattr(on, name):g}" for name in on.assumed)
+    alternatives = others.others(ranking)
+    explained = [one for one in alternatives if one.candidate.time is not None and one.kind in others.EXPLAINED]
+    return [
+        f"{asked.workload.name}: {output.tokens_text(asked.workload.parameters)} parameters;"
+        f" {asked.batch_tokens:,} tokens a batch ({asked.sequences:,} sequences of {asked.workload.seq_length})",
+        f"{on.name}: {described}{network}calibrated on"
+        f" {', '.join(on.calibrated_on) or 'nothing (axo profile measures)'}",
+        f"  {asked.gpus} GPUs are {nodes} nodes of {a_node}" if nodes > 1 else "",
+        f"  not in its file, so assumed: {assumed}" if assumed else "",
+        (
+            f"{len(shown)} of {len(ranking.ranked)} grids that fit; {len(ranking.left_out)} do not",
+            output.plan_table(ranking, top),
+        ),
+        ranking.decision(),
+        _cost(ranking, gpu_hour) if asked.tokens else "",
+        f"offload: {on.host_link_gbs:g} GB/s between a GPU and its host, {on.host_memory_gbs:g} GB/s of the host's"
+        " memory a GPU" if any(one.run.offload for one in shown) else "",
+        ranking.forced(),
+        "what runs each row:",
+        *(f"  {line}" for line in output.commands(ranking, top)),
+        *(f"  {word}: {meaning}" for word, meaning in output.placeholders(ranking, top).items()),
+        ranking.why(ranking.best),
+        *(ranking.why(one.candidate) for one in explained),
+        *([("The best of each other choice", output.others_table(alternatives, ranking.best))] if alternatives else []),
+    ]  # fmt: skip
+
+
+def _details(ranking: planner.GridPlan, chosen: Candidate) -> list[Shown]:
+    """What is printed of one grid."""
+    from axo.perf import output
+
+    parts: list[Shown] = ["\n" + ranking.why(chosen)]
+    if chosen.time is not None:
+        parts.append((f"traffic of {chosen.grid}", output.traffic_table(ranking, chosen)))
+    if chosen.memory is not None:
+        parts.append((f"memory of {chosen.grid}", output.memory_table(chosen.memory)))
+    return parts
+
+
+def _cost(ranking: planner.GridPlan, gpu_hour: float) -> str:
+    from axo.perf.output import tokens_text
+    from axo.perf.planner import INTERVAL
+
+    asked, best, (low, high) = ranking.request, ranking.best, INTERVAL
+    days, hours, energy = (count(best) for count in (ranking.days, ranking.gpu_hours, ranking.megawatt_hours))
+    price = gpu_hour * hours
+    text = f"{tokens_text(asked.tokens)} tokens on {best.name}: {days:.1f} days"
+    text += f" ({low * days:.1f} to {high * days:.1f}), {hours:,.0f} GPU hours"
+    if gpu_hour:
+        text += f", ${price:,.0f} (${low * price:,.0f} to ${high * price:,.0f}) at ${gpu_hour:g} a GPU hour"
+    return text + (f", {energy:,.0f} MWh at {asked.machine.watts:g} W a GPU" if energy else "")
+
+
+@_with_groups
 def simulate(
     asked: Asked,
     grid: Annotated[str, typer.Option(help="XxYxZxDATA, such as 2x2x128x16.")],
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace here (opens in Perfetto).")] = None,
-    json_out: JsonOut = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")] = None,
     plot: PlotOut = None,
 ) -> None:
     """Run one training step on one grid, operation by operation, or of its stages."""
-    from axo.perf import chrome_trace, output, planner, plots, simulator
+    from axo.perf import planner
 
-    _check_outputs(json_out, trace, plot=plot)
+    outputs = Outputs(json_out, plot=plot)
+    outputs.check()
+    check_file(trace)
     if not asked.model:
         raise ValueError("name what is to be simulated: --model NAME --machine NAME")
     if not asked.pipeline.isdecimal():
@@ -201,88 +313,86 @@ def simulate(
             f"{request.workload.name} cannot run on grid {parsed} of {request.machine.name}: {candidate.reason};"
             f" axo plan --gpus {request.gpus} ranks the grids that can"
         )
-    grid_plan = planner.GridPlan(request, [candidate])
     if candidate.stages is not None:
-        _simulate_stages(grid_plan, json_out, plot)
-        return
-    step = simulator.simulate(request.workload, parsed, request.machine, candidate.run)
-    assert candidate.memory is not None
-    percent, peak = grid_plan.percent_of_peak(candidate, seconds=step.seconds), candidate.memory.total
+        return _simulate_stages(planner.GridPlan(request, [candidate]), outputs)
+    return _simulate_grid(planner.GridPlan(request, [candidate]), outputs, trace)
+
+
+def _simulate_grid(ranking: planner.GridPlan, outputs: Outputs, trace: Path | None) -> None:
+    """Run a step of the one candidate of a plan against the clock."""
+    from axo.perf import chrome_trace, output, plots, simulator
+
+    asked, one = ranking.request, ranking.best
+    assert one.memory is not None
+    step = simulator.simulate(asked.workload, one.grid, asked.machine, one.run)
+    percent, peak = ranking.percent_of_peak(one, seconds=step.seconds), one.memory.total
     if trace is not None:
         chrome_trace.write(trace, step.spans, [0])
     values = {
-        "grid": str(parsed),
+        "grid": str(one.grid),
         "seconds": step.seconds,
         "hfu_percent": percent,
         "exposed_s": step.exposed,
         "busy_s": step.busy,
         "peak_memory_bytes": peak,
-        "closed_form_s": candidate.seconds,
+        "closed_form_s": one.seconds,
     }
-    _write_outputs(json_out, values, None, str, plot, None, lambda: (plots.plan_plots(grid_plan, step), str))
-    if is_stdout(json_out):
-        return
-    title = f"{request.workload.name} on {parsed} ({request.gpus} GPUs of {request.machine.name})"
-    show_table(title, output.simulation_table(step))
-    say(f"one step {step.seconds:.3f} s, {percent:.1f}% of peak (HFU), at most {peak / 2**30:.1f} GiB a GPU;"
-        f" the closed form says {candidate.seconds:.3f} s")  # fmt: skip
-    if step.micro_batches < candidate.run.micro_batches:
-        say(f"simulated {step.micro_batches} of {candidate.run.micro_batches} micro-batches; the rest repeat")
-    if trace is not None:
-        say(f"trace: {trace} (open it in ui.perfetto.dev)")
+    outputs.write(lambda: values, lambda: (plots.plan_plots(ranking, step), str))
+    outputs.say(
+        (f"{asked.workload.name} on {one.grid} ({asked.gpus} GPUs of {asked.machine.name})",
+         output.simulation_table(step)),
+        f"one step {step.seconds:.3f} s, {percent:.1f}% of peak (HFU), at most {peak / 2**30:.1f} GiB a GPU;"
+        f" the closed form says {one.seconds:.3f} s",
+        f"simulated {step.micro_batches} of {one.run.micro_batches} micro-batches; the rest repeat"
+        if step.micro_batches < one.run.micro_batches else "",
+        f"trace: {trace} (open it in ui.perfetto.dev)" if trace is not None else "",
+    )  # fmt: skip
 
 
-def _simulate_stages(made: planner.GridPlan, json_out: Path | None, plot: Path | None) -> None:
+def _simulate_stages(ranking: planner.GridPlan, outputs: Outputs) -> None:
     """Run the stages of the one candidate of a plan against the clock."""
     from axo.perf import output, plots
-    from axo.perf.memory import GIB
     from axo.perf.stages import StageTimes
 
-    asked, best = made.request, made.best
-    assert best.stages is not None and best.memory is not None
-    timing = StageTimes(made.workload(best), best.grid, asked.machine, best.run)
-    timeline = timing.simulate(best.stages)
-    in_flight = timeline.held([1 / (best.stages.count / best.stages.ranks)] * best.stages.count)
-    step = best.seconds - timing.estimate(best.stages) + timeline.seconds
+    asked, one, stages = ranking.request, ranking.best, ranking.best.stages
+    assert stages is not None and one.memory is not None
+    timing = StageTimes(asked.workload, one.grid, asked.machine, one.run)
+    timeline = timing.simulate(stages)
+    in_flight = timeline.held([1 / (stages.count / stages.ranks)] * stages.count)
+    step, peak = one.seconds - timing.estimate(stages) + timeline.seconds, one.memory.total
     values = {
-        "grid": str(best.grid),
-        "pipeline": best.stages.ranks,
-        "schedule": best.stages.schedule,
-        "cuts": list(best.stages.bounds[1:-1]),
-        "micro_batches": best.run.micro_batches,
+        "grid": str(one.grid),
+        "pipeline": stages.ranks,
+        "schedule": stages.schedule,
+        "cuts": list(stages.bounds[1:-1]),
+        "micro_batches": one.run.micro_batches,
         "seconds": step,
         "pipeline_s": timeline.seconds,
         "bubble": timeline.bubble,
         "busy_s": timeline.busy,
         "in_flight": in_flight,
-        "peak_memory_bytes": best.memory.total,
-        "closed_form_s": best.seconds,
+        "peak_memory_bytes": peak,
+        "closed_form_s": one.seconds,
     }
-    title = f"{asked.workload.name} on {best.name}, {best.run.micro_batches} micro-batches"
-
-    def draw() -> tuple[dict[str, bytes], Callable[[], str]]:
-        return {"Pipeline": plots.pipeline_timeline(timeline, title)}, str
-
-    _write_outputs(json_out, values, None, str, plot, None, draw)
-    if is_stdout(json_out):
-        return
-    blocks = [sum(best.stages.bounds[s + 1] - best.stages.bounds[s] for s in best.stages.of(rank))
-              for rank in range(timeline.ranks)]  # fmt: skip
+    title = f"{asked.workload.name} on {one.name}, {one.run.micro_batches} micro-batches"
+    outputs.write(lambda: values, lambda: ({"Pipeline": plots.pipeline_timeline(timeline, title)}, str))
+    blocks = [sum(stages.bounds[stage + 1] - stages.bounds[stage] for stage in stages.of(rank))
+              for rank in range(stages.ranks)]  # fmt: skip
     rows = [[str(rank), str(blocks[rank]), f"{busy:.3f}", f"{timeline.seconds - busy:.3f}", f"{in_flight[rank]:g}"]
             for rank, busy in enumerate(timeline.busy)]  # fmt: skip
-    show_table(title, (["rank", "blocks", "busy s", "waits s", "micro-batches held"], rows))
-    say(f"stages of {output.cuts_text(best.stages)} blocks; bubble {100 * timeline.bubble:.1f}% of the pipeline's"
-        f" {timeline.seconds:.3f} s; one step {step:.3f} s, at most {best.memory.total / GIB:.1f} GiB a GPU;"
-        f" the closed form says {best.seconds:.3f} s")  # fmt: skip
+    outputs.say(
+        (title, (["rank", "blocks", "busy s", "waits s", "micro-batches held"], rows)),
+        f"stages of {output.cuts_text(stages)} blocks; bubble {100 * timeline.bubble:.1f}% of the pipeline's"
+        f" {timeline.seconds:.3f} s; one step {step:.3f} s, at most {peak / 2**30:.1f} GiB a GPU;"
+        f" the closed form says {one.seconds:.3f} s",
+    )
 
 
+@_with_groups
 def reproduce(
     what: Annotated[str, typer.Argument(help="papers")] = "papers",
     check_fit: Annotated[bool, typer.Option("--fit/--no-fit", help="Fit again: leave-one-out error.")] = True,
-    json_out: JsonOut = None,
-    csv_out: CsvOut = None,
-    plot: PlotOut = None,
-    html: HtmlOut = None,
+    outputs: Outputs = Outputs(),  # noqa: B008
 ) -> None:
     """Print the papers' numbers beside the model's, with the error, and what it cannot predict."""
     from axo_bench.papers import report
@@ -290,37 +400,31 @@ def reproduce(
 
     if what != "papers":
         raise ValueError(f"{what!r} is not known; use papers")
-    _check_outputs(json_out, csv_out, html, plot=plot)
-    groups = list(papers.groups())
-    notes = papers.calibration_notes(check_fit)
-    if not _stdout_taken(json_out, csv_out):
-        for group in groups:
-            show_table(group.title, report.group_table(group))
-            if group.note:
-                say(f"  {group.note}\n")
-        show_table("All rows", report.rows_table(groups))
-        show_table("All groups", report.summary_table(report.summaries(groups)))
-        for title, texts in (
-            ("How it was calibrated", notes),
-            ("What cannot be predicted", papers.CANNOT),
-            ("Where the papers contradict", papers.CONTRADICTIONS),
-        ):
-            say(f"\n{title}")
-            for text in texts:
-                say(f"  - {text}")
+    outputs.check()
+    groups, notes = list(papers.groups()), papers.calibration_notes(check_fit)
+    summaries, texts = report.summaries(groups), {
+        "How it was calibrated": notes,
+        "What cannot be predicted": papers.CANNOT,
+        "Where the papers contradict": papers.CONTRADICTIONS,
+    }  # fmt: skip
+    for group in groups:
+        outputs.say((group.title, report.group_table(group)), f"  {group.note}\n" if group.note else "")
+    outputs.say(("All rows", report.rows_table(groups)), ("All groups", report.summary_table(summaries)))
+    for title, lines in texts.items():
+        outputs.say(f"\n{title}", *(f"  - {line}" for line in lines))
     values = {
         "groups": [report.group_json(group) for group in groups],
-        "summary": [asdict(one) for one in report.summaries(groups)],
+        "summary": [asdict(one) for one in summaries],
         "calibration": list(notes),
         "cannot": list(papers.CANNOT),
         "contradictions": list(papers.CONTRADICTIONS),
     }
 
-    def draw() -> tuple[dict[str, bytes], Callable[[], str]]:
+    def draw() -> Pictures:
         drawn = {group.title: report.group_plot(group) for group in groups}
         return drawn, lambda: report.reproduction_page(groups, notes, drawn)
 
-    _write_outputs(json_out, values, csv_out, lambda: report.groups_csv(groups), plot, html, draw)
+    outputs.write(lambda: values, draw, lambda: report.groups_csv(groups))
 
 
 def profile(
@@ -351,16 +455,18 @@ def profile(
         fields = launch.launch_local(profiling.on_this_rank, ranks, *arguments, fork=device == "cpu")
     else:
         fields = profiling.on_this_rank(*arguments)
-    if me is None or me.rank == 0:
-        profiling.write(fields, out)
-        table = fields["intra_gbs"] | fields.get("cross_gbs", {}) if isinstance(fields["intra_gbs"], dict) else {}
-        pairs = [[key, f"{gbs}"] for key, gbs in table.items()]
-        show_table("GB/s of simultaneous rings, (ranks inside) x (ranks of the ring)", (["hierarchy", "GB/s"], pairs))
-        products = [[f"{g['m']} x {g['k']} x {g['n']}", f"{g['tflops']:.4f}"] for g in fields["gemms"]]
-        show_table("products, bf16, all ranks at once", (["m x k x n", "TFLOP/s a rank"], products))
-        if "layer_us" in fields["profiled"]:
-            say(f"layer_us: {fields['profiled']['layer_us']}")
-        say(f"wrote {out}: axo plan --machine {out} uses it")
+    if me is not None and me.rank:
+        return
+    profiling.write(fields, out)
+    table = fields["intra_gbs"] | fields.get("cross_gbs", {}) if isinstance(fields["intra_gbs"], dict) else {}
+    pairs = [[key, f"{gbs}"] for key, gbs in table.items()]
+    products = [[f"{g['m']} x {g['k']} x {g['n']}", f"{g['tflops']:.4f}"] for g in fields["gemms"]]
+    Outputs().say(
+        ("GB/s of simultaneous rings, (ranks inside) x (ranks of the ring)", (["hierarchy", "GB/s"], pairs)),
+        ("products, bf16, all ranks at once", (["m x k x n", "TFLOP/s a rank"], products)),
+        f"layer_us: {fields['profiled']['layer_us']}" if "layer_us" in fields["profiled"] else "",
+        f"wrote {out}: axo plan --machine {out} uses it",
+    )
 
 
 def tokens_of(text: str, *, batch: bool) -> int:
@@ -418,121 +524,11 @@ def _grid(text: str, gpus: int) -> Grid:
     return grid
 
 
-def _explained(made: planner.GridPlan, grid: Grid) -> Candidate:
-    for candidate in (*made.ranked, *made.left_out):
+def _explained(ranking: planner.GridPlan, grid: Grid) -> Candidate:
+    for candidate in (*ranking.ranked, *ranking.left_out):
         if candidate.grid == grid:
             return candidate
     raise ValueError(
         f"explain: grid {grid} is none of those that were planned; use a grid of --algorithm"
-        f" {' or '.join(made.request.algorithms)}, and --pipeline 1 or auto"
+        f" {' or '.join(ranking.request.algorithms)}, and --pipeline 1 or auto"
     )
-
-
-def _print_plan(made: planner.GridPlan, top: int, chosen: Candidate | None, gpu_hour: float) -> None:
-    from axo.perf import others, output
-
-    asked = made.request
-    say(
-        f"{asked.workload.name}: {output.tokens_text(asked.workload.parameters)} parameters;"
-        f" {asked.batch_tokens:,} tokens a batch ({asked.sequences:,} sequences of {asked.workload.seq_length})"
-    )
-    calibrated = ", ".join(asked.machine.calibrated_on) or "nothing (axo profile measures)"
-    on, (nodes, a_node) = asked.machine, asked.machine.nodes(asked.gpus)
-    described = f"{on.description}; " if on.description else ""
-    network = f"--network {on.network:g} Gb/s a node; " if on.network else ""
-    say(f"{on.name}: {described}{network}calibrated on {calibrated}")
-    if nodes > 1:
-        say(f"  {asked.gpus} GPUs are {nodes} nodes of {a_node}")
-    if asked.machine.assumed:
-        values = ", ".join(f"{name} {getattr(asked.machine, name):g}" for name in asked.machine.assumed)
-        say(f"  not in its file, so assumed: {values}")
-    show_table(
-        f"{min(top, len(made.ranked))} of {len(made.ranked)} grids that fit; {len(made.left_out)} do not",
-        output.plan_table(made, top),
-    )
-    say(made.decision())
-    if asked.tokens:
-        say(_cost(made, gpu_hour))
-    if any(one.run.offload for one in made.ranked[:top]):
-        on = asked.machine
-        say(f"offload: {on.host_link_gbs:g} GB/s between a GPU and its host, {on.host_memory_gbs:g} GB/s of the host's"
-            " memory a GPU")  # fmt: skip
-    if made.forced():
-        say(made.forced())
-    say("what runs each row:")
-    for line in output.commands(made, top):
-        say(f"  {line}")
-    for word, meaning in output.placeholders(made, top).items():
-        say(f"  {word}: {meaning}")
-    say(made.why(made.best))
-    alternatives = others.others(made)
-    for one in alternatives:
-        if one.candidate.time is not None and one.kind in others.EXPLAINED:
-            say(made.why(one.candidate))
-    if alternatives:
-        show_table("The best of each other choice", output.others_table(alternatives, made.best))
-    if chosen is not None:
-        say("")
-        say(made.why(chosen))
-        if chosen.time is not None:
-            show_table(f"traffic of {chosen.grid}", output.traffic_table(made, chosen))
-        if chosen.memory is not None:
-            show_table(f"memory of {chosen.grid}", output.memory_table(chosen))
-
-
-def _cost(made: planner.GridPlan, gpu_hour: float) -> str:
-    from axo.perf.output import tokens_text
-    from axo.perf.planner import INTERVAL
-
-    hours, energy = made.gpu_hours(made.best), made.megawatt_hours(made.best)
-    low, high = INTERVAL
-    days = made.days(made.best)
-    text = f"{tokens_text(made.request.tokens)} tokens on {made.best.name}: {days:.1f} days"
-    text += f" ({low * days:.1f} to {high * days:.1f}), {hours:,.0f} GPU hours"
-    if gpu_hour:
-        price = gpu_hour * hours
-        text += f", ${price:,.0f} (${low * price:,.0f} to ${high * price:,.0f}) at ${gpu_hour:g} a GPU hour"
-    return text + (f", {energy:,.0f} MWh at {made.request.machine.watts:g} W a GPU" if energy else "")
-
-
-def _stdout_taken(*paths: Path | None) -> bool:
-    """Whether one of the outputs goes to stdout, so that nothing else may."""
-    return any(map(is_stdout, paths))
-
-
-def _check_outputs(*paths: Path | None, plot: Path | None) -> None:
-    """Check where results are to go before anything is computed."""
-    if sum(map(is_stdout, paths)) > 1:
-        raise ValueError("--json - and --csv - both want stdout; give one of them a file")
-    for path in paths:
-        check_file(path)
-    if plot is not None and plot.exists() and not plot.is_dir():
-        raise ValueError(f"--plot {plot} is a file; name a folder")
-
-
-def _write_outputs(
-    json_out: Path | None,
-    values: Any,
-    csv_out: Path | None,
-    csv: Callable[[], str],
-    plot: Path | None,
-    html: Path | None,
-    draw: Callable[[], tuple[dict[str, bytes], Callable[[], str]]],
-) -> None:
-    """Write what was asked for. ``draw`` gives the plots by title, and the page that holds them."""
-    if json_out is not None:
-        write(json_out, values)
-    if csv_out is not None:
-        write(csv_out, csv())
-    if plot is None and html is None:
-        return
-    drawn, page = draw()
-    if plot is not None:
-        plot.mkdir(parents=True, exist_ok=True)
-        for name, png in drawn.items():
-            path = plot / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.png"
-            write(path, png)
-            if not _stdout_taken(json_out, csv_out):
-                say(f"wrote {path}")
-    if html is not None:
-        write(html, page())

@@ -15,4 +15,4 @@ def sample(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where;
     from axo.train.sample import write
 
     out = write(folder)
-    say(f"wrote {out / 'text.txt'}, {out / 'tokenizer'} and {out / 'instructions.json'}")
+    say(f"wrote {out / 'text.txt'}, {out / 'tokenizer'}, {out / 'model.yaml'} and {out / 'instructions.json'}")

@@ -89,8 +89,7 @@ class Communicators:
             self.world = self._part(everyone, self.stage, self.rank, grid.world_size, "world", "world")
             self.pipeline = self._part(everyone, self.rank, self.stage, stages, "pipeline", "pipeline")
         self.x, self.y, self.z, self.data = map(self._line, AXES)
-        for line in self.communicators:
-            line._siblings = tuple(other for other in self.communicators if other is not line)
+        self.introduce()
         self._arrangement: Arrangement | None = None
         self.attached: dict[str, Attached] = {}  # what upper parts keep as long as these live
         self._neighbours: dict[tuple[str, int], Communicator] = {}
@@ -135,6 +134,33 @@ class Communicators:
         mine = self.stage in stages
         rank = sorted(stages).index(self.stage) if mine else 0
         return self._split(self.pipeline, 0 if mine else -1, rank, len(stages), name, "pipeline")
+
+    def introduce(self) -> None:
+        """Let each communicator know the others of this grid."""
+        for line in self.communicators:
+            line._siblings = tuple(other for other in self.communicators if other is not line)
+
+    def on(self, grid: Grid) -> Communicators:
+        """The same ranks on another grid, without stages; ``world`` is that of this one. Collective.
+
+        Raises:
+            ValueError: The grid is of another number of ranks.
+        """
+        check_ranks("regrid", grid, 1, self.everyone.size)
+        return Communicators(grid, self.everyone.rank, self.everyone, False, self.timeout, group=self._group)
+
+    def become(self, other: Communicators) -> None:
+        """Be ``other``, which is of the same ranks, to all that hold this object; its own axes are closed."""
+        self.close_axes()
+        names = ("checkpoint_group", "_before_close", "_owns_process_group")  # what is of the ranks, not of their grid
+        of_ranks = {name: value for name, value in vars(self).items() if name in names}
+        vars(self).clear()
+        vars(self).update(vars(other) | of_ranks)
+
+    def close_axes(self) -> None:
+        """Close the communicators of this grid alone: all but ``world``."""
+        for line in (*self._neighbours.values(), self.x, self.y, self.z, self.data):
+            line.close()
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -379,12 +405,12 @@ def connect(
     if group is not None:
         store = dist.PrefixStore(f"axo/part/{'-'.join(map(str, dist.get_process_group_ranks(group)))}", store)
     store = store_of_this_start(store, rank, world_size, left())
-    ranks = Meeting(store, rank, world_size, f"connect (rank {rank} of {world_size})", left)
+    ranks = Meeting(store, _MEETING, rank, world_size, f"connect (rank {rank} of {world_size})", left)
     if wrong is not None:
-        ranks.give_up(ranks.round(_MEETING), wrong)
+        ranks.give_up(wrong)
         raise wrong
     # Every rank learns every rank's grid first, so that all of them raise the same error.
-    asked = ranks.gather(_MEETING, f"{own_grid} {own_stages}", " (meeting_timeout=... waits longer)")
+    asked = ranks.gather(f"{own_grid} {own_stages}", " (meeting_timeout=... waits longer)")
     grid, stages = _same_grid(asked)
     if launched is not None:
         dist.init_process_group(

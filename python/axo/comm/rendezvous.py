@@ -1,7 +1,7 @@
 """How ranks meet through torch.distributed's store, before there is any other connection between them.
 
-    store = store_of_this_start(store, rank, size, seconds)         # nothing that dead ranks have left
-    texts = Meeting(store, rank, size, who, left).gather("place", text)  # what each rank says; every rank has come
+    store = store_of_this_start(store, rank, size, seconds)                # nothing that dead ranks have left
+    texts = Meeting(store, "place", rank, size, who, left).gather(text)    # what each rank says; every rank has come
 
 A rank that waits looks at the store now and then (``check``; a ``wait`` of the store with a time limit prints a warning
 of torch's for each limit that passes, and raises another error for each kind of store). It learns of a rank that died,
@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,8 +43,11 @@ from axo.comm.extension import _C
 from axo.errors import Error, PeerLost, Timeout, raised
 from axo.launch import STORE
 
+_T = TypeVar("_T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between looks at the store
-_CLOSER_LOOK_S = 0.25  # between looks at who has come, and who has died
+_CLOSER_LOOK_S = 0.25  # between looks at who has died
+_NEAR = 32  # ranks on either side that a rank looks after
+_ALL, _LATE, _LOST = "all", "late", "lost"  # how a step ends
 _UNPROVED = (
     "does not prove that it knows this rank's secret; every rank of a job has the same AXO_SECRET or AXO_SECRET_FILE,"
     " or none has one"
@@ -150,93 +154,156 @@ def _no_listener(address: str, port: int, opens: bool, seconds: float) -> str:
 
 
 class Meeting:
-    """Ranks that meet in a store, at places: prefixes of keys that they use for nothing else, again and again.
+    """Ranks that meet in a store: they take the same steps there, and hear who will not take the next one.
+
+    Each step has one end, by whoever is first to see it: all have come, some have not in time, or a rank is lost. So a
+    rank that waits asks the store for one key, however many ranks there are.
 
     Args:
         store: Where.
+        place: A prefix of keys, used for nothing else; ranks may meet there again and again.
         rank: This one.
         size: How many there are.
         who: Begins every error.
         left: How long this rank may still wait.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, who: str, left: TimeLeft) -> None:
+    def __init__(self, store: dist.Store, place: str, rank: int, size: int, who: str, left: TimeLeft) -> None:
         self.store, self.rank, self.size, self.who, self.left = store, rank, size, who, left
+        self.round = f"{place}/{self._ask(store.add, f'{place}/{rank}', 1)}"  # how often this rank has met there
+        self._step = 0
+        self._threads: dict[int, str] = {}  # of ranks that have come, as they tell of themselves
 
-    def round(self, place: str) -> str:
-        """The name of a meeting at ``place``: it ends with how often this rank has met there, which all agree on."""
-        return f"{place}/{self.store.add(f'{place}/{self.rank}', 1)}"
-
-    def give_up(self, round_: str, error: Exception) -> None:
-        """Tell those who wait in this round, or will, what this rank has raised."""
-        secret.leave(self.store, f"{round_}/gave up", f"{self.rank} {raised(error)}")
-
-    def given_up(self, round_: str) -> PeerLost | None:
-        """What the others of a round get when a rank has given up in it; None: none has."""
-        if not self.store.check([f"{round_}/gave up"]):
-            return None
-        try:
-            rank, _, error = secret.read(self.store, f"{round_}/gave up").partition(" ")
-        except secret.Stranger:
-            return None
-        return PeerLost(f"{self.who}: rank {rank} {error}", int(rank))
-
-    def gather(self, place: str, text: str = "", hint: str = "", within: str = "") -> list[str]:
+    def gather(self, text: str = "", hint: str = "") -> list[str]:
         """Leave ``text`` in the store and give the texts of all ranks, in their order. Collective.
 
-        ``hint`` ends the error of a rank that did not come. ``within``: a round that this is a part of; who gives up in
-        that is heard here too.
+        ``hint`` ends the error of a rank that did not come.
 
         Raises:
             Timeout: Ranks have not come in time; names them. PeerLost: One came and died meanwhile, or gave up; says
-                why. ValueError: They run different versions of Axo or torch.
+                why. ValueError: They run different versions of Axo or torch. Error: One has another secret.
         """
-        store, round_, seconds = self.store, self.round(place), self.left()
-        keys = [f"{round_}/{other}" for other in range(self.size)]
-        secret.leave(store, keys[self.rank], f"{_C.this_thread()}\n{_program()}\n{text}")
-        closer_look = 0.0  # at each rank; it costs the store a question a rank
-        for waited in _looks():
-            if store.check(keys):
-                if store.check([f"{round_}/late"]):
-                    came_late = "this rank came too late: the others waited in vain, and have given up"
-                    raise Timeout(f"{self.who}: {came_late}{hint}")
-                break
-            if waited < min(seconds, closer_look):
-                continue
-            closer_look = waited + _CLOSER_LOOK_S * (1 + self.size // 32)
-            arrived = {
-                other: self._opened(store.get(key), key, other) for other, key in enumerate(keys) if store.check([key])
-            }
-            for each in filter(None, (round_, within)):
-                if (gone := self.given_up(each)) is not None:
-                    raise gone
-            late = waited >= seconds or store.check([f"{round_}/late"])
-            lost = [other for other, told in arrived.items() if _C.thread_gone(told.partition("\n")[0])]
-            if lost and not late:
-                if store.check(keys):  # all have come by now: that rank has read the texts and raised, or died later
-                    continue
-                died = f"rank {lost[0]} (process {arrived[lost[0]].partition(' ')[0]}) died before all had come"
-                raise PeerLost(f"{self.who}: {died}; waited {waited:.3f} s", lost[0])
-            if late and len(arrived) < self.size:
-                store.set(f"{round_}/late", "")
-                missing = [other for other in range(self.size) if other not in arrived]
-                raise Timeout(f"{self.who}: ranks {missing} have not come within {waited:.3g} s; {_NOT_COME}{hint}")
-        texts = zip(store.multi_get(keys), keys, range(self.size), strict=True)
-        told = [(*self._opened(*each).split("\n", 2), "", "")[:3] for each in texts]  # an older Axo says less
+        keys = self._keys()
+        own = keys[self.rank]
+        self._ask(self.store.set, own, secret.sealed(f"{_C.this_thread()}\n{_program()}\n{text}", own))
+        if self._ask(self.store.add, f"{self.round}/{self._step}/came", 1) >= self.size:
+            self._end(_ALL)
+        self._await_end(keys, hint)
+        self._step += 1
+        told = zip(range(self.size), keys, self._ask(self.store.multi_get, keys), strict=True)
+        cards = [(*self._opened(*each).split("\n", 2), "", "")[:3] for each in told]  # an older Axo says less
         ranks: dict[str, list[int]] = {}
-        for rank, (_, program, _) in enumerate(told):
+        for rank, (_, program, _) in enumerate(cards):
             ranks.setdefault(program, []).append(rank)
         if len(ranks) > 1:
             each = "; ".join(f"ranks {', '.join(map(str, of_program))}: {name}" for name, of_program in ranks.items())
             raise ValueError(f"{self.who}: the ranks run different programs ({each}); install the same on every host")
-        return [text for _, _, text in told]
+        self._threads = {rank: thread for rank, (thread, _, _) in enumerate(cards) if rank != self.rank}
+        return [text for _, _, text in cards]
 
-    def _opened(self, data: bytes, key: str, rank: int) -> str:
+    def give_up(self, error: Exception) -> None:
+        """Tell those who take the next step, or will, what this rank has raised, or which one it has lost."""
+        if isinstance(error, PeerLost):
+            self._end(_LOST, error.peer, str(error).removeprefix(f"{self.who}: "))
+        else:
+            self._end(_LOST, self.rank, f"rank {self.rank} {raised(error)}")
+
+    def lost(self) -> tuple[int, str] | None:
+        """A rank that will not take the next step, and what is to be said of it; None: none is known."""
+        kind, rank, words = self._end()
+        if not kind and (gone := self._dead()) is not None:
+            kind, rank, words = self._end(_LOST, *gone)  # a rank that has told why it ends has done so by now
+        return (rank, words) if kind == _LOST else None
+
+    def check(self) -> None:
+        """Raises PeerLost when a rank will not take the next step."""
+        if (gone := self.lost()) is not None:
+            raise PeerLost(f"{self.who}: {gone[1]}", gone[0])
+
+    def _await_end(self, keys: list[str], hint: str) -> None:
+        """Until all have come."""
+        seconds, closer_look = self.left(), _CLOSER_LOOK_S
+        for waited in _looks():
+            kind, rank, words = self._end()
+            if not kind and waited >= min(seconds, closer_look):
+                closer_look = waited + _CLOSER_LOOK_S
+                if self._step == 0:
+                    self._learn(keys)
+                if waited >= seconds:
+                    absent = self._absent(keys)
+                    missing = [other for other, key in enumerate(keys) if key in absent]
+                    kind, rank, words = self._end(_LATE if missing else _ALL, words=f"ranks {missing} have not come")
+                elif (gone := self._dead()) is not None:
+                    said = f"{gone[1]} before all had come; waited {waited:.3f} s"
+                    kind, rank, words = self._end(_LOST, gone[0], said)
+            if kind == _ALL:
+                return
+            if kind == _LOST:
+                raise PeerLost(f"{self.who}: {words}", rank)
+            if kind == _LATE and re.search(rf"\b{self.rank}\b", words):
+                words = "this rank came too late: the others waited in vain, and have given up"
+                raise Timeout(f"{self.who}: {words}{hint}")
+            if kind == _LATE:
+                raise Timeout(f"{self.who}: {words} within {waited:.3g} s; {_NOT_COME}{hint}")
+
+    def _end(self, kind: str = "", rank: int = -1, words: str = "") -> tuple[str, int, str]:
+        """How this step has ended, in three parts: first of all so. Without ``kind`` it may be that it has not."""
+        key = f"{self.round}/{self._step}/end"
+        if kind:
+            data = self._ask(self.store.compare_set, key, "", secret.sealed(f"{kind}\n{rank}\n{words}", key))
+        elif self._ask(self.store.check, [key]):
+            data = self._ask(self.store.get, key)
+        else:
+            return "", -1, ""
+        try:
+            kind, told, words = secret.opened(data, key).split("\n", 2)
+        except secret.Stranger:
+            self._threads.clear()
+            self._learn(self._keys())  # names a rank that has another secret
+            raise Error(f"{self.who}: what the store has at {key!r} {_UNPROVED}") from None
+        return kind, int(told), words
+
+    def _keys(self) -> list[str]:
+        return [f"{self.round}/{self._step}/{rank}" for rank in range(self.size)]
+
+    def _absent(self, keys: list[str]) -> list[str]:
+        """Those of ``keys`` that are not in the store: of a few that are missing, a few questions."""
+        if self._ask(self.store.check, keys):
+            return []
+        half = len(keys) // 2
+        return keys if half == 0 else self._absent(keys[:half]) + self._absent(keys[half:])
+
+    def _learn(self, keys: list[str]) -> None:
+        """Which of the next ranks have come. Launchers number the ranks of a host one after the other."""
+        near = {other % self.size for other in range(self.rank - _NEAR, self.rank + _NEAR + 1)} - {self.rank}
+        unknown = [keys[other] for other in sorted(near - self._threads.keys())]
+        for key in sorted(set(unknown) - set(self._absent(unknown))) if unknown else ():
+            other = int(key.rpartition("/")[2])
+            self._threads[other] = self._opened(other, key, self._ask(self.store.get, key)).partition("\n")[0]
+
+    def _dead(self) -> tuple[int, str] | None:
+        """A rank of this host that has come, and is no more."""
+        where = _C.this_thread().split(" ")[2:]
+        for rank, thread in self._threads.items():
+            if thread.split(" ")[2:] == where and _C.thread_gone(thread):
+                return rank, f"rank {rank} (process {thread.partition(' ')[0]}) died"
+        return None
+
+    def _opened(self, rank: int, key: str, data: bytes) -> str:
         """What a rank has left in the store for the others."""
         try:
             return secret.opened(data, key)
         except secret.Stranger:
             raise Error(f"{self.who}: rank {rank} {_UNPROVED}") from None
+
+    def _ask(self, call: Callable[..., _T], *arguments: object) -> _T:
+        """What the store answers, which may be gone."""
+        try:
+            return call(*arguments)
+        except dist.DistError as error:
+            why = str(error).splitlines()[0]
+            said = f"the store has gone: rank 0, or its launcher, has ended ({why})"
+            raise PeerLost(f"{self.who}: {said}", 0) from None
 
 
 def _looks() -> Iterator[float]:
@@ -275,10 +342,7 @@ def store_of_this_start(store: dist.Store, rank: int, world_size: int, seconds: 
                 f"connect (rank {rank} of {world_size}): rank 0 has not come within {seconds:.3g} s; it died at"
                 " start-up, or calls something else first"
             )
-    try:
-        name = secret.read(store, f"axo/start/{word}")
-    except secret.Stranger:
-        raise Error(f"connect (rank {rank} of {world_size}): rank 0 {_UNPROVED}") from None
+    name = store.get(f"axo/start/{word}").decode()  # whoever has said it, the ranks prove themselves where they meet
     store.set(f"axo/come/{name}/{rank}", "1")
     return dist.PrefixStore(f"axo/started/{name}", store)
 
@@ -293,7 +357,7 @@ def _lead(store: dist.Store, name: str, world_size: int, seconds: float) -> None
             elif store.check([f"axo/hello/{other}"]):
                 word = store.get(f"axo/hello/{other}").decode()
                 if word != answered:
-                    secret.leave(store, f"axo/start/{word}", name)
+                    store.set(f"axo/start/{word}", name)
                     missing[other] = word
         if not missing:
             return

@@ -14,8 +14,6 @@ import os
 import stat
 import warnings
 
-from torch.distributed import Store
-
 from axo import files, settings
 
 _LEAST = 16  # characters
@@ -72,15 +70,10 @@ def check_several_hosts(*, warns: bool) -> None:
     )
 
 
-def leave(store: Store, place: str, text: str) -> None:
-    """Leave ``text`` at ``place`` in the store, with a proof that a rank of this job did; without a secret as it is."""
+def sealed(text: str, place: str) -> str:
+    """``text`` as a rank of this job leaves it at ``place`` in a store: with a proof, where there is a secret."""
     secret = of_job()
-    store.set(place, f"{_SEAL}{_proof(secret, text, place)}{text}" if secret else text)
-
-
-def read(store: Store, place: str) -> str:
-    """What a rank of this job has left at ``place``; raises as ``opened`` does."""
-    return opened(store.get(place), place)
+    return f"{_SEAL}{_proof(secret, text, place)}{text}" if secret else text
 
 
 def opened(data: bytes, place: str) -> str:

@@ -72,22 +72,41 @@ def host_core(
             each other.
     """
     arm()
-    ranks = Meeting(store, rank, size, f"communicator {name!r} (rank {rank} of {size})", TimeLeft(meeting))
-    # How many times these ranks have met here: a store outlives its groups, and a later one may have the same name.
-    round_ = key if size == 1 else ranks.round(f"{key}/hosts/{size}/{zlib.crc32(repr(list(members)).encode()):x}")
-    hosts = ranks.gather(f"{round_}/host", _C.host_identity()) if size > 1 else []
+    who = f"communicator {name!r} (rank {rank} of {size})"
+    left = TimeLeft(meeting)
+    if size == 1:
+        core = _C.create_host_communicator(None, "", 0, 1, name, int(left() * 1000))
+        core.set_timeout(int(seconds * 1000))
+        return core
+    # A store outlives its groups, and a later one may have the same name.
+    place = f"{key}/hosts/{size}/{zlib.crc32(repr(list(members)).encode()):x}"
+    ranks = Meeting(store, place, rank, size, who, left)
     try:
-        if len(set(hosts)) > 1:
-            lines, left = wire.connect(ranks, round_, hosts), int(ranks.left() * 1000)
-            core = _C.create_hosts_communicator(store, round_, rank, lines.data, lines.pulse, hosts, name, left)
+        own = _C.Leader()
+        told = [text.split("\n") for text in ranks.gather(f"{_C.host_identity()}\n{own.address}")]
+        hosts = [host for host, _ in told]
+        neighbours = [address for host, address in told if host == hosts[rank]]
+        if len(set(hosts)) == 1:
+            core = _C.create_host_communicator(own, neighbours[0], rank, size, name, int(left() * 1000), ranks.lost)
         else:
-            core = _C.create_host_communicator(store, round_, rank, size, name, int(ranks.left() * 1000))
-    except (Aborted, PeerLost, Timeout):
-        if (gone := ranks.given_up(round_)) is not None:
-            raise gone from None
-        raise
+            lines = wire.connect(ranks, hosts)
+            core = _C.create_hosts_communicator(
+                own,
+                neighbours[0],
+                rank,
+                lines.data,
+                lines.pulse,
+                ranks.round,
+                hosts,
+                name,
+                int(left() * 1000),
+                ranks.lost,
+            )
     except Exception as error:
-        ranks.give_up(round_, error)
+        if isinstance(error, (Aborted, PeerLost, Timeout)):
+            ranks.check()  # another rank has said more
+        if not isinstance(error, (Aborted, Timeout)):
+            ranks.give_up(error)
         raise
     core.set_timeout(int(seconds * 1000))
     return core

@@ -1,6 +1,6 @@
 """How ranks on several hosts connect to each other, each pair once, and prove that they belong to the job.
 
-    connections = connect(meeting, round_, identities)
+    connections = connect(meeting, identities)
 
 Every rank listens on one address until all have come, then on none. Who connects must answer a challenge before what it
 says is believed, and strangers cost the job nothing. The handshake:
@@ -28,14 +28,16 @@ import secrets
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store
 
 from axo.comm import interfaces, secret
 from axo.comm.rendezvous import Meeting
-from axo.errors import Error, Timeout
+from axo.errors import Error, PeerLost, Timeout
 
 _DATA, _PULSE = 0, 1  # the purpose of a connection
 _WORD = 16  # bytes of a nonce
@@ -43,23 +45,22 @@ _CLAIM = struct.Struct(f"!IB{_WORD}s32s")  # rank, purpose, nonce, proof
 _STRANGERS_WAIT_S = 5.0  # for the answer to a challenge
 _MOST_STRANGERS = 32  # at a time, beside the ranks that may come
 _RETRY_S, _LONGEST_RETRY_S, _LOOK_S, _PAUSE_S = 0.1, 2.0, 0.25, 0.002
+_REFUSALS = 3  # of connections to a rank that has said where it listens, until it counts as lost
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # on the default route; nothing is sent there
 
 
-@dataclass
-class Connections:
+class Connections(NamedTuple):
     """The descriptors of this rank's connections, by rank; -1 where there is none."""
 
     data: list[int]
     pulse: list[int]
 
 
-def connect(meeting: Meeting, round_: str, identities: Sequence[str]) -> Connections:
+def connect(meeting: Meeting, identities: Sequence[str]) -> Connections:
     """Connect this rank to all others. Collective over the ranks of a meeting.
 
     Args:
         meeting: The ranks, and where they meet.
-        round_: The name in the store of this time.
         identities: By rank, the host that it is on (``_C.host_identity``).
 
     Raises:
@@ -74,10 +75,10 @@ def connect(meeting: Meeting, round_: str, identities: Sequence[str]) -> Connect
         secret.check_several_hosts(warns=rank == 0)
         own = interfaces.own_address(_place_of(meeting.store))
     word = secrets.token_hex(_WORD) if rank == 0 else ""
-    told = [text.split(" ") for text in meeting.gather(f"{round_}/way", f"{own} {word}", within=round_)]
+    told = [text.split(" ") for text in meeting.gather(f"{own} {word}")]
     addresses = [address for address, _ in told]
     address = addresses[rank] or _address_towards(addresses, who)
-    key = hashlib.sha256(secret.of_job() + told[0][1].encode() + round_.encode()).digest()
+    key = hashlib.sha256(secret.of_job() + told[0][1].encode() + meeting.round.encode()).digest()
     wanted = {(p, _DATA) for p in range(size) if p != rank}
     wanted |= {(p, _PULSE) for p in _pulse_partners(rank, identities)}
     at_once = _MOST_STRANGERS + sum(p > rank for p, _ in wanted)
@@ -87,17 +88,18 @@ def connect(meeting: Meeting, round_: str, identities: Sequence[str]) -> Connect
         raise Error(f"{who}: {address} cannot be listened on: {error.strerror}; AXO_INTERFACE names another") from None
     with listener:
         text = f"{address} {listener.getsockname()[1]}"
-        places = [text.split(" ") for text in meeting.gather(f"{round_}/place", text, within=round_)]
+        places = [text.split(" ") for text in meeting.gather(text)]
         peers = _Peers(rank, key, [(at, int(port)) for at, port in places], listener, wanted, at_once)
         thread = threading.Thread(target=peers.run, args=(left(),), name="axo wire", daemon=True)
         thread.start()
         try:
             while not peers.tried.wait(_LOOK_S):
-                if (gone := meeting.given_up(round_)) is not None:
-                    raise gone
+                meeting.check()
             peers.raise_failure(who, identities)
-            meeting.gather(f"{round_}/connected", within=round_)
-        except BaseException:
+            meeting.gather()
+        except BaseException as error:
+            if isinstance(error, PeerLost):
+                meeting.give_up(error)
             peers.end(thread)
             peers.close()
             raise
@@ -157,6 +159,7 @@ class _Peers:
     at_once: int  # connections whose challenge is not answered yet; of more, the one that has waited longest goes
     connected: dict[tuple[int, int], socket.socket] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)  # why a rank is not reached, as tried last
+    refusals: Counter[int] = field(default_factory=Counter)  # of a rank that listened before
     failure: BaseException | None = None
     tried: threading.Event = field(default_factory=threading.Event)  # all are connected, or it has failed
     _over: threading.Event = field(default_factory=threading.Event)
@@ -193,23 +196,27 @@ class _Peers:
             )
         if self.failure is not None:
             raise self.failure
-        if not (missing := self.missing()):
+        gone = [rank for rank, times in self.refusals.items() if times >= _REFUSALS]
+        if not (missing := self.missing()) and not gone:
             return
         each = [
             f"rank {rank} (host {identities[rank].partition(' ')[0]}, {self.places[rank][0]}:{self.places[rank][1]}:"
             f" {self.reasons.get(rank, 'it has not connected to this rank')})"
-            for rank in missing
+            for rank in gone or missing
         ]
-        raise Timeout(
-            f"{who}: no connection to {', '.join(each)}; AXO_INTERFACE names the interface that reaches the other hosts"
-        )
+        hint = "AXO_INTERFACE names the interface that reaches the other hosts"
+        if gone:
+            raise PeerLost(
+                f"{who}: {each[0]} listens no more: it has ended, or another host has its address; {hint}", gone[0]
+            )
+        raise Timeout(f"{who}: no connection to {', '.join(each)}; {hint}")
 
     async def _connect_all(self, seconds: float) -> None:
         self.listener.setblocking(False)
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         tasks = [asyncio.create_task(self._accept_all())]
-        tasks += [asyncio.create_task(self._reach(*each)) for each in self.wanted if each[0] < self.rank]
+        tasks += [asyncio.create_task(self._reach(*each)) for each in self.wanted]
         try:
             # A rank that has all goes on to answer until the others have all: one of them may have to try again.
             while not self._over.is_set():
@@ -217,7 +224,8 @@ class _Peers:
                 for task in tasks:
                     if task.done():
                         task.result()
-                if len(self.connected) == len(self.wanted) or loop.time() >= until:
+                lost = any(times >= _REFUSALS for times in self.refusals.values())
+                if len(self.connected) == len(self.wanted) or lost or loop.time() >= until:
                     self.tried.set()
         finally:
             for task in tasks:
@@ -262,17 +270,19 @@ class _Peers:
             keep(self.connected, (peer, purpose))
 
     async def _reach(self, peer: int, purpose: int) -> None:
-        """Connect to a rank that listens, again and again until it answers."""
+        """Connect to a lower rank until it answers; see now and then that a higher one, which has to come, listens."""
         loop = asyncio.get_running_loop()
         address, port = self.places[peer]
         pause = _RETRY_S
-        while True:
+        while peer < self.rank or not await self._comes(peer, purpose):
             connection = socket.socket(_family(address), socket.SOCK_STREAM)
             connection.setblocking(False)
             with _closed_unless_kept(connection) as keep:
                 try:
                     async with asyncio.timeout(_STRANGERS_WAIT_S):
                         await loop.sock_connect(connection, (address, port))
+                        if peer > self.rank:
+                            continue
                         nonce, own = await _read(connection, _WORD), secrets.token_bytes(_WORD)
                         proof = self._proof(b"connector", nonce, own, self.rank, peer, purpose)
                         await loop.sock_sendall(connection, _CLAIM.pack(self.rank, purpose, own, proof))
@@ -287,8 +297,13 @@ class _Peers:
                     if error.errno == errno.EMFILE:
                         raise
                     self.reasons[peer] = error.strerror or "it has closed the connection"
+                    self.refusals[peer] += isinstance(error, ConnectionRefusedError)
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # not all ranks at once
             pause = min(2 * pause, _LONGEST_RETRY_S)
+
+    async def _comes(self, peer: int, purpose: int) -> bool:
+        await asyncio.sleep(_LOOK_S)
+        return (peer, purpose) in self.connected
 
     def _proof(self, role: bytes, nonce: bytes, theirs: bytes, connector: int, acceptor: int, purpose: int) -> bytes:
         text = role + nonce + theirs + struct.pack("!IIB", connector, acceptor, purpose)

@@ -81,7 +81,8 @@ class Work:
         Raises:
             PeerLost, Timeout, Mismatch, Aborted: What the operation ended with.
         """
-        self._check_issued()
+        if open_group.depth:
+            self._check_issued()
         if self._core is not None:
             start = self._issuer.block(self._core.wait)
             if observers.active:
@@ -171,7 +172,7 @@ class Work:
         future.set_result(self._result)
 
     def _check_issued(self) -> None:
-        if open_group.depth and self in open_group.recorded:
+        if self in open_group.recorded:
             raise Error("wait: this operation belongs to an axo.group() that is still open; wait after the block")
 
     def launched(self) -> None:

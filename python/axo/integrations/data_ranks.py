@@ -62,19 +62,24 @@ def whole_numel(parameters: Iterable[torch.Tensor]) -> int:
     )
 
 
+def leaders(comms: Communicators) -> list[int]:
+    """One rank of each data rank, in their order."""
+    grid = comms.grid
+    return [rank for rank in range(grid.world_size) if comms.arrangement.leads(grid.coords(rank))]
+
+
 def sync_metrics(comms: Communicators) -> None:
     """Let every torchmetrics metric of the process gather one state of each data rank."""
     from torchmetrics import metric
     from torchmetrics.utilities.distributed import gather_all_tensors
 
-    grid = comms.grid
-    leaders = [rank for rank in range(grid.world_size) if comms.arrangement.leads(grid.coords(rank))]
+    firsts = leaders(comms)
 
     def gather_of_data_ranks(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         parts = gather_all_tensors(result, group)
-        if group not in (None, torch.distributed.group.WORLD) or len(parts) < grid.world_size:
+        if group not in (None, torch.distributed.group.WORLD) or len(parts) < comms.grid.world_size:
             return parts
-        return [parts[rank] for rank in leaders]
+        return [parts[rank] for rank in firsts]
 
     metric.gather_all_tensors = gather_of_data_ranks
 

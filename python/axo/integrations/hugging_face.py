@@ -23,8 +23,8 @@ is made for it, in which
 
 Data is read by every rank, so peers on x and y must draw the same random numbers in it, as those of one seed do.
 
-Not here: fp16 with loss scaling (bf16 works), DeepSpeed and FSDP plugins, gathering objects, optimizer states of a
-checkpoint that was written without a grid.
+Not here: fp16 with loss scaling (bf16 works), DeepSpeed and FSDP plugins, optimizer states of a checkpoint that was
+written without a grid.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import torch
 from accelerate import Accelerator, PartialState, scheduler
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils import DistributedType, operations, recursively_apply
 from torch import nn
 
 import axo
@@ -86,6 +86,7 @@ def on_grid(owner: _Object, grid: Grid | str, *, plan: str | dict[str, str] = "a
         raise axo.Refused("on_grid: the Trainer has an optimizer, whose parameters are not split; let it make its own")
     accelerator._axo_comms = axo.connect(grid, device=accelerator.device)
     accelerator._axo_options = {"plan": plan, "zero": zero}
+    _count_data_ranks(accelerator._axo_comms)
     if importlib.util.find_spec("torchmetrics"):
         data_ranks.sync_metrics(accelerator._axo_comms)
     _join(accelerator, GridAccelerator)
@@ -95,6 +96,35 @@ def on_grid(owner: _Object, grid: Grid | str, *, plan: str | dict[str, str] = "a
         trainer._axo_figures = Figures(accelerator._axo_comms)
         accelerator._split(trainer.model)
     return owner
+
+
+def _count_data_ranks(comms: Communicators) -> None:
+    """Let what accelerate gathers, reduces and hands out in this process count data ranks, each once."""
+
+    def gather(tensor: Any) -> Any:
+        def one(part: torch.Tensor) -> torch.Tensor:
+            return data_ranks.gather(part.detach().reshape(part.shape or (1,)), comms).flatten(0, 1)
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
+    def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+        def one(part: torch.Tensor) -> torch.Tensor:
+            total = data_ranks.reduce(part, comms, "max" if reduction == "max" else "sum")
+            return total / comms.data_ranks if reduction == "mean" else total
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
+    def gather_object(parts: Any) -> list[Any]:
+        of_ranks: list[Any] = [None] * comms.grid.world_size
+        torch.distributed.all_gather_object(of_ranks, parts)
+        return [each for rank in data_ranks.leaders(comms) for each in of_ranks[rank]]
+
+    state: Any = PartialState()
+    if comms.grid.world_size > 1:
+        operations._gpu_gather, operations._gpu_gather_object = gather, gather_object
+        inner = operations.reduce.__code__.co_freevars.index("function")
+        operations.reduce.__closure__[inner].cell_contents = reduce  # programs have imported the function itself
+        state.split_between_processes = partial(PartialState.split_between_processes, _DataRanks(state, comms))
 
 
 def _join(owner: object, kind: type) -> None:
@@ -167,46 +197,18 @@ class GridAccelerator(Accelerator):
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
         """As accelerate's; one that reads on rank 0 for all gives each data rank its part."""
+        seeds = getattr(data_loader, "worker_init_fn", None)
+        if isinstance(seeds, partial) and "rank" in seeds.keywords:  # the Trainer's: peers draw the same numbers
+            data_loader.worker_init_fn = partial(seeds, rank=self.process_index)
         prepared = super().prepare_data_loader(data_loader, *args, **options)
         if isinstance(prepared, DataLoaderDispatcher):
             prepared.state = _DataRanks(prepared.state, self._axo_comms)
         return prepared
 
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """One part for each data rank."""
-        state: Any = _DataRanks(self.state, self._axo_comms)
-        with PartialState.split_between_processes(state, inputs, apply_padding) as part:
-            yield part
-
     def wait_for_everyone(self) -> None:
         """Wait until all ranks have called it, or raise where one does something else together with all."""
         all_call(self._axo_comms, "accelerator.wait_for_everyone()")
         super().wait_for_everyone()
-
-    def gather(self, tensor: Any) -> Any:
-        """One part of each data rank."""
-
-        def of_all(part: torch.Tensor) -> torch.Tensor:
-            return data_ranks.gather(part.detach().reshape(part.shape or (1,)), self._axo_comms).flatten(0, 1)
-
-        return recursively_apply(of_all, tensor, error_on_other_type=True)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        if use_gather_object and self._axo_comms.grid.x * self._axo_comms.grid.y > 1:
-            raise axo.Refused("gather_for_metrics: objects cannot be gathered on a grid; gather tensors")
-        return super().gather_for_metrics(input_data, use_gather_object)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Each data rank counts once."""
-        if reduction not in ("sum", "mean", "none"):
-            raise axo.Refused(f"reduce: reduction={reduction!r} is not supported on a grid; use 'sum' or 'mean'")
-
-        def over_all(part: torch.Tensor) -> torch.Tensor:
-            total = data_ranks.reduce(part, self._axo_comms)
-            return total / self.num_processes if reduction == "mean" else total
-
-        return recursively_apply(over_all, tensor, error_on_other_type=True)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Write the model, the optimizer, schedulers and registered objects to ``output_dir``. Every rank calls it."""

@@ -237,7 +237,7 @@ def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) 
 
 def _grad_to_add_to(ctx: Any, dtype: torch.dtype) -> torch.Tensor | None:
     """``.grad`` as (n, k), where autograd would only add this gradient of 16-bit ``dtype`` to it in fp32; else None."""
-    kept = ctx.weight.grad
+    kept = ctx.weight.grad if ctx.weight.is_leaf else None  # a transposed one is none
     if kept is None or kept.dtype != torch.float32 or dtype.itemsize != 2 or not kept.is_contiguous():
         return None
     if hows(ctx, 1, 2) != [LATER] or has_hooks(ctx.weight) or ctx.matmul.exchange.weight_phase is not None:

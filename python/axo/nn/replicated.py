@@ -147,7 +147,8 @@ def replicate(
     if not placements:
         return module
     serial = type(module)
-    module.__class__ = type(f"Replicated{serial.__name__}", (Replicated, serial), {"__module__": serial.__module__})
+    if not isinstance(module, Replicated):  # one that goes over to another grid has its class already
+        module.__class__ = type(f"Replicated{serial.__name__}", (Replicated, serial), {"__module__": serial.__module__})
     kept: Any = module
     kept.comms, kept.placements = comms, placements
     kept.exchange = Exchange(comms, Placement((1,), comms=comms), grad_reduce)

@@ -135,8 +135,7 @@ class Offload:
         from axo.offload.tier import Runs, tier_for
 
         if device not in self._tiers:
-            tier = tier_for(device, self.dir)
-            self._tiers[device] = tier if device.type == "cpu" else Runs(tier)
+            self._tiers[device] = Runs(tier_for(device, self.dir))
         return self._tiers[device]
 
     def attach(self, model: nn.Module, device: torch.device | None = None) -> None:

@@ -104,7 +104,7 @@ class PinnedMemory(Tier):
 
 
 class Runs(Tier):
-    """Blocks of pinned memory that are kept for good, cut out of few large ones: it comes in powers of two.
+    """Blocks that are kept for good, cut out of few large ones: a process can map some 65,000 files.
 
     Args:
         tier: Gives the large ones: as much as has been cut so far, at most RUN bytes.
@@ -114,11 +114,13 @@ class Runs(Tier):
         self._tier = tier
         self._left = torch.empty(0, dtype=torch.uint8)
         self._cut = 0
+        self.soon, self.rest = tier.soon, tier.rest  # type: ignore[method-assign]
 
     def block(self, size: int) -> torch.Tensor:
         room = -(-size // PAGE) * PAGE
         if room > self._left.numel():
-            self._left = self._tier.block(1 << (max(room, min(self._cut, RUN)) - 1).bit_length())
+            run = 1 << (min(max(room, self._cut), RUN) - 1).bit_length()  # torch rounds pinned memory so
+            self._left = self._tier.block(max(room, run))
         block, self._left = self._left[:size], self._left[room:]
         self._cut += room
         return block

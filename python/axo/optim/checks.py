@@ -66,10 +66,11 @@ def check_update(optimizer: Optimizer, where: str) -> None:
     name, trial = type(optimizer).__name__, try_update(optimizer)
     if trial.share > LIMIT:
         how = trial.reason if math.isinf(trial.share) and trial.reason else f"is off by {min(trial.share, 9.99):.1%}"
+        instead = "axo.optim.Muon" if name == "Muon" else "an optimizer such as AdamW or SGD"
         raise Refused(
             f"{where}: {name} does not update element by element (on a half of a small tensor it {how}), and its"
-            " parameters are split over ranks; use an optimizer such as AdamW or SGD, or a grid with data ranks only"
-            " and zero=0; one that knows of the other ranks' parts needs takes_shards = True on its class"
+            f" parameters are split over ranks; use {instead}, or a grid with data ranks only and zero=0; one"
+            " that knows of the other ranks' parts needs takes_shards = True on its class"
         )
     if trial.reason:
         warnings.warn(

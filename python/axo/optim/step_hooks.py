@@ -42,6 +42,11 @@ def around_steps(
     _owners.setdefault(owner, []).append(_Hooks(before, update, after))
 
 
+def forget(owner: object) -> None:
+    """Call nothing more for ``owner``."""
+    _owners.pop(owner, None)
+
+
 def _call(moment: str, optimizer: Optimizer) -> None:
     for owner, of_owner in list(_owners.items()):
         for hooks in of_owner:

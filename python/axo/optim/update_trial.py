@@ -1,8 +1,9 @@
 """Try whether an optimizer updates a part of a tensor as it would update that part of the whole tensor.
 
 An optimizer steps on this rank's parts (of x, y and z, and of ZeRO's rows), so its update must be one of single
-elements. That of Adafactor (means of rows), Muon (products), LAMB (norms of tensors) or Prodigy (one step size out of
-sums over all parameters) is not. No list of names knows them all, so it is tried, on the CPU within milliseconds:
+elements. That of Adafactor (means of rows), torch's Muon (products), LAMB (norms of tensors) or Prodigy (one step size
+out of sums over all parameters) is not. No list of names knows them all, so it is tried, on the CPU within
+milliseconds:
 
     whole      small tensors, one for each kind of parameter of each group, under an optimizer of the same class and
                options; a few steps with gradients whose size changes from element to element and from step to step

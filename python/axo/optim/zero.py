@@ -162,8 +162,10 @@ class Zero:
         whole = parameter.data
         parameter.grad = None
         parameter.data = self.rows_of(parameter)  # torch compares shapes when a gradient is given, not later
-        parameter.grad = _placed(parameter, grad)
-        parameter.data = whole
+        try:
+            parameter.grad = _placed(parameter, grad)
+        finally:
+            parameter.data = whole
 
     def rows_of(self, parameter: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's rows of ``tensor``, which is shaped as the parameter; default: of the parameter itself."""
@@ -210,6 +212,14 @@ def set_gradient(parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
         parameter.grad = grad
     else:
         zero._put(parameter, grad)
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The parameter's gradient as a backward pass leaves it; one that somebody else has set comes whole, and is cut."""
+    zero, grad = _zero_of(parameter), parameter.grad
+    if grad is None or zero is None or zero.stage < 2 or grad.shape != parameter.shape:
+        return grad
+    return zero.rows_of(parameter, grad).clone()
 
 
 def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:

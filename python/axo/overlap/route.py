@@ -15,7 +15,6 @@ Rows that neighbours along x hold too (``Placement.copies``) get their gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ import torch
 from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
 from axo.comm.work import Work
-from axo.grid import AXES
 from axo.placement import Placement, Range, chunk_size
 
 GRAD_REDUCE = {"mean": "avg", "sum": "sum"}
@@ -73,7 +71,7 @@ class Route:
         self.name = ""
         self.together = ""
         grid, coords, row_axes = comms.grid, comms.coords, comms.arrangement.rows
-        self.sizes: dict[str | None, int] = {None: 1} | {axis: grid.size(axis) for axis in AXES}
+        self.sizes: dict[str | None, int] = {None: 1} | {**grid.sizes}
         self.shard_axis = next((axis for axis in placement.splits[0] if axis in row_axes), None)
         self.shards = self.sizes[self.shard_axis]
         whole = placement.without(self.shard_axis) if self.shard_axis else placement
@@ -81,8 +79,8 @@ class Route:
         self.shard_rows = placement.local_shape(grid, coords)[0]
         self.padded_rows = self.shards * chunk_size(self.block_rows, self.shards)
         self.fp8: str | None = None
-        self.weight_reductions = self._reductions(axis for axis in reversed(row_axes) if axis not in placement.axes)
-        self.vector_reductions = self._reductions(reversed(row_axes))
+        self.weight_reductions = self._reductions(row_axes, placement.axes)
+        self.vector_reductions = self._reductions(row_axes)
         self.weight_copies: Copies | None = None
         self.vector_copies: Copies | None = None
         shared = whole.copied_rows(grid, coords)
@@ -94,8 +92,8 @@ class Route:
         self.silent = not self.vector_reductions and self.vector_copies is None
         self.alone = self.shards == 1 and not self.weight_reductions and self.weight_copies is None
 
-    def _reductions(self, axes: Iterable[str]) -> tuple[Reduction, ...]:
-        return tuple((axis, self.op) for axis in axes if self.sizes[axis] > 1)
+    def _reductions(self, axes: tuple[str, ...], but: frozenset[str] = frozenset()) -> tuple[Reduction, ...]:
+        return tuple([(axis, self.op) for axis in reversed(axes) if self.sizes[axis] > 1 and axis not in but])
 
     def reductions_of(self, sum_over: tuple[str, ...]) -> tuple[Reduction, ...]:
         """What the gradient of a vector is reduced over whose partial sums lie on the ranks of ``sum_over`` too."""

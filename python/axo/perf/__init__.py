@@ -4,8 +4,9 @@
     request  = planner.Request(workload, machine.load("frontier"), gpus=8192, batch_tokens=2**24)
     best     = planner.plan(request).best
 
-    what is asked     readers, workload (the layers of a model), machine, request; profile measures a machine
-    one step          layer_time (one layer), model (a step by closed form), memory, flops
+    what is asked     readers, workload (the blocks of a model), layers (what each kind answers), machine, run_options,
+                      request; profile measures a machine
+    one step          layer_time (seconds of a layer and a block), model (a step by closed form), memory, flops
     with stages       cut (where), pipeline_schedule (who runs what when), stages (one step)
     all grids         planner, others (the next best choices), grid_choice (``--grid auto``), command (a row's command)
     against the clock clock, simulator (the operations of one grid's step)

@@ -61,13 +61,12 @@ def write(path: Path, spans: Iterable[Span], ranks: list[int]) -> None:
 
 
 def _events(spans: Iterable[Span], ranks: list[int]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     mine: dict[int, list[Span]] = {process: [] for process in range(len(ranks))}
     for span in spans:
         mine[span.rank].append(span)
     for process, rank in enumerate(ranks):
-        found.append(_name("process", {"name": f"rank {rank}"}, pid=process))
-        found.append({"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}})
+        events += _titles("process", f"rank {rank}", process, pid=process)
         threads: dict[int, str] = {}
         ends: dict[str, list[float]] = {}  # of each stream: when its threads are free again
         first = min((span.start for span in mine[process]), default=0.0)
@@ -81,7 +80,7 @@ def _events(spans: Iterable[Span], ranks: list[int]) -> list[dict[str, Any]]:
             thread = STREAMS.index(stream) * _LANES + lane
             threads[thread] = stream if lane == 0 else f"{stream} {lane + 1}"
             args = {"bytes": span.bytes, "layer": span.layer, "axis": span.stream if span.waits else ""}
-            found.append(
+            events.append(
                 {
                     "ph": "X",
                     "name": span.name,
@@ -94,12 +93,11 @@ def _events(spans: Iterable[Span], ranks: list[int]) -> list[dict[str, Any]]:
                 }
             )
         for thread, name in threads.items():
-            found.append(_name("thread", {"name": name}, pid=process, tid=thread))
-            found.append(
-                {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
-            )
-    return found
+            events += _titles("thread", name, thread, pid=process, tid=thread)
+    return events
 
 
-def _name(what: str, args: dict[str, str], **ids: int) -> dict[str, Any]:
-    return {"ph": "M", "name": f"{what}_name", **ids, "args": args}
+def _titles(what: str, name: str, place: int, **ids: int) -> list[dict[str, Any]]:
+    """What a process or a thread is called, and where it stands among the others."""
+    args = {"name": {"name": name}, "sort_index": {"sort_index": place}}
+    return [{"ph": "M", "name": f"{what}_{kind}", **ids, "args": value} for kind, value in args.items()]

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import shlex
 
-from axo.perf.layer_time import OVERLAPS, RunOptions
 from axo.perf.planner import Candidate, GridPlan
+from axo.perf.run_options import OVERLAPS, RunOptions
 from axo.perf.workload import Workload
 
 DEFAULT_STEPS = 200  # of axo train, where the plan does not know how many tokens
@@ -24,115 +24,120 @@ PLACEHOLDERS = {
     "TOKENIZER": "the folder of the model's tokenizer",
     "HEAD_NODE": "the name of the first node; type the same line on every node",
 }
+Words = dict[str, object]  # options of a command: its value, True for a flag; what is empty, 0 or None is left out
 
 
-def batch_of(made: GridPlan, candidate: Candidate) -> int:
+def _typed(options: Words) -> list[str]:
+    words = ([name] if value is True else [name, str(value)] for name, value in options.items() if value)
+    return [word for pair in words for word in pair]
+
+
+def batch_of(plan: GridPlan, candidate: Candidate) -> int:
     """Sequences of the batch whose step was predicted: those asked for, rounded up where ranks do not divide them."""
     run, grid = candidate.run, candidate.grid
     if candidate.stages is not None or not run.rows:
-        return made.request.sequences
-    return run.rows // made.request.workload.seq_length * run.held_as(grid).data * run.micro_batches
+        return plan.request.sequences
+    return run.rows // plan.request.workload.seq_length * run.held_as(grid).data * run.micro_batches
 
 
-def steps_of(made: GridPlan) -> int:
+def steps_of(plan: GridPlan) -> int:
     """Steps of the whole training; ``DEFAULT_STEPS`` where its tokens were not asked."""
-    asked = made.request
+    asked = plan.request
     return math.ceil(asked.tokens / asked.batch_tokens) if asked.tokens else DEFAULT_STEPS
 
 
-def torchrun(made: GridPlan) -> list[str]:
+def torchrun(plan: GridPlan) -> list[str]:
     """The words that start a rank on every GPU."""
-    nodes, a_node = made.request.machine.nodes(made.request.gpus)
-    several = ["--nnodes", str(nodes)] if nodes > 1 else []
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"HEAD_NODE:{PORT}"] if nodes > 1 else []
-    return ["torchrun", *several, "--nproc-per-node", str(a_node), *meeting, "--no-python", "axo"]
+    nodes, a_node = plan.request.machine.nodes(plan.request.gpus)
+    several: Words = {"--rdzv-backend": "c10d", "--rdzv-endpoint": f"HEAD_NODE:{PORT}"} if nodes > 1 else {}
+    counts: Words = {"--nnodes": nodes if nodes > 1 else 0, "--nproc-per-node": a_node}
+    return ["torchrun", *_typed(counts | several), "--no-python", "axo"]
 
 
-def command_line(made: GridPlan, candidate: Candidate) -> str:
+def command_line(plan: GridPlan, candidate: Candidate) -> str:
     """Return the command of one candidate; of one that is left out, or that only the planner knows, an empty text."""
-    if candidate.time is None:
+    asked, run, model, stages = plan.request, candidate.run, plan.request.workload, candidate.stages
+    alone = candidate.algorithm == "axonn" and not model.trained_as
+    if candidate.time is None or not (model.trained_as or alone):
         return ""
-    asked, run, grid = made.request, candidate.run, candidate.grid
-    workload = made.workload(candidate)
-    if not workload.trained_as:
-        return "" if candidate.algorithm != "axonn" else _simulate(made, candidate)
-    parts = [*torchrun(made), "train", "--model", workload.trained_as]
-    if 0 < workload.longest < workload.seq_length:
-        parts += ["--model-override", f"block_size={workload.seq_length}"]
-    parts += ["--grid", str(grid), "--device", "cuda", "--data", "DATA", "--steps", str(steps_of(made))]
-    parts += ["--batch-size", str(batch_of(made, candidate)), "--seq-len", str(workload.seq_length)]
-    parts += _parallel(candidate)
-    if candidate.stages is None and run.micro_batches > 1:
-        parts += ["--accumulate", str(run.micro_batches)]
-    parts += ["--recompute"] * workload.checkpointed + _memory(run)
-    parts += ["--zero", str(run.zero)] if run.zero else []
-    parts += ["--precision", asked.precision] if asked.precision != "bf16-mixed" else []
-    parts += ["--gather-cache", gather_cache(workload, run.cached_gathers)]
-    return shlex.join(parts + _overlap(run.overlap))
+    overlap = ",".join(name for name in OVERLAPS if name in run.overlap) or "none"
+    pieces = run.micro_batches if stages is None and run.micro_batches > 1 else 0
+    options: Words = {"--overlap": overlap if len(run.overlap) < len(OVERLAPS) else ""}
+    if alone:
+        on = asked.machine
+        options = {
+            "--model": model.file or model.name, "--grid": candidate.grid, "--machine": on.source or on.name,
+            "--network": f"{on.network:g}" if on.network else "", "--batch-tokens": asked.batch_tokens,
+            "--seq": model.seq_length, "--gather": asked.gather, "--zero": str(run.zero),
+            "--no-checkpoint": run.recompute == "none", **_saves_memory(run),
+            "--micro-batches": run.micro_batches if run.micro_batches > 1 else 0, **_stages(candidate), **options,
+        }  # fmt: skip
+        return shlex.join(["axo", "simulate", *_typed(options)])
+    options = {
+        "--model": model.trained_as, "--model-override": f"block_size={model.seq_length}" if _longer(model) else "",
+        "--grid": candidate.grid, "--device": "cuda", "--data": "DATA", "--steps": steps_of(plan),
+        "--batch-size": batch_of(plan, candidate), "--seq-len": model.seq_length, **_parallel(candidate),
+        "--accumulate": pieces, "--recompute": run.recompute != "none", **_saves_memory(run), "--zero": run.zero,
+        "--precision": asked.precision if asked.precision != "bf16-mixed" else "",
+        "--gather-cache": gather_cache(model, run.cached_gathers), **options,
+    }  # fmt: skip
+    return shlex.join([*torchrun(plan), "train", *_typed(options)])
 
 
-def litgpt_line(made: GridPlan, candidate: Candidate) -> str:
+def litgpt_line(plan: GridPlan, candidate: Candidate) -> str:
     """Return the command that runs the row by ``axo litgpt pretrain``, or why there is none, in brackets."""
-    workload, run, grid = made.workload(candidate), candidate.run, candidate.grid
-    if candidate.time is None or not workload.trained_as:
+    model, run, grid = plan.request.workload, candidate.run, candidate.grid
+    if candidate.time is None or not model.trained_as:
         return ""
-    lacks = [
-        *(["recomputation"] if workload.checkpointed else []),
-        *([f"ZeRO-{run.zero}"] if run.zero else []),
-        *(["sequence parallelism"] if run.sequence_parallel else []),
-        *(["dropped weights"] if grid.z > 1 and run.cached_gathers < 1 else []),
-        *(["a length beyond the model's"] if 0 < workload.longest < workload.seq_length else []),
-        *(["overlaps that are off"] if _overlap(run.overlap) else []),
-    ]
-    if lacks:
-        return f"(no axo litgpt command: it has no {', '.join(lacks)})"
-    batch, parts = batch_of(made, candidate), ["--grid", str(grid)]
+    lacks = {
+        "recomputation": run.recompute != "none",
+        f"ZeRO-{run.zero}": run.zero,
+        "sequence parallelism": run.sequence_parallel,
+        "dropped weights": grid.z > 1 and run.cached_gathers < 1,
+        "a length beyond the model's": _longer(model),
+        "overlaps that are off": len(run.overlap) < len(OVERLAPS),
+    }
+    if any(lacks.values()):
+        return f"(no axo litgpt command: it has no {', '.join(what for what, lacking in lacks.items() if lacking)})"
+    batch, held = batch_of(plan, candidate), run.held_as(grid)
     pieces = 1 if candidate.stages is not None else run.micro_batches
-    parts += _parallel(candidate) + _memory(run)
-    groups = run.held_as(grid).z * run.held_as(grid).data
-    model = ["--model_config", workload.file] if workload.file else []
-    train = {"global_batch_size": batch, "micro_batch_size": batch // groups // pieces,
-             "max_seq_length": workload.seq_length,
-             "max_tokens": steps_of(made) * batch * workload.seq_length}  # fmt: skip
-    words = [*torchrun(made), "litgpt", "pretrain", workload.name if model else workload.trained_as, *model, *parts]
-    words += ["--vocab-loss", "--precision", made.request.precision, "--data", "LocalText", "--data.paths", '["DATA"]']
-    words += ["--tokenizer_dir", "TOKENIZER", *(f"--train.{name}={value}" for name, value in train.items())]
-    return shlex.join(words)
+    options: Words = {
+        "--model_config": model.file, "--grid": grid, **_parallel(candidate), **_saves_memory(run),
+        "--vocab-loss": True, "--precision": plan.request.precision, "--data": "LocalText",
+        "--data.paths": '["DATA"]', "--tokenizer_dir": "TOKENIZER",
+    }  # fmt: skip
+    train = {"global_batch_size": batch, "micro_batch_size": batch // (held.z * held.data) // pieces,
+             "max_seq_length": model.seq_length, "max_tokens": steps_of(plan) * batch * model.seq_length}  # fmt: skip
+    start = [*torchrun(plan), "litgpt", "pretrain", model.name if model.file else model.trained_as]
+    return shlex.join([*start, *_typed(options), *(f"--train.{name}={value}" for name, value in train.items())])
 
 
-def _simulate(made: GridPlan, candidate: Candidate) -> str:
-    asked, run, on = made.request, candidate.run, made.request.machine
-    workload = made.workload(candidate)
-    parts = ["axo", "simulate", "--model", workload.file or workload.name, "--grid", str(candidate.grid)]
-    parts += ["--machine", on.source or on.name]
-    parts += ["--network", f"{on.network:g}"] if on.network else []
-    parts += ["--batch-tokens", str(asked.batch_tokens), "--seq", str(workload.seq_length)]
-    parts += ["--gather", asked.gather, "--zero", str(run.zero)]
-    parts += [] if workload.checkpointed else ["--no-checkpoint"]
-    parts += _memory(run)
-    parts += ["--micro-batches", str(run.micro_batches)] if run.micro_batches > 1 else []
-    return shlex.join(parts + _stages(candidate) + _overlap(run.overlap))
+def _longer(model: Workload) -> bool:
+    """Whether its sequences are longer than those that it was made for."""
+    return 0 < model.longest < model.seq_length
 
 
-def _memory(run: RunOptions) -> list[str]:
-    """What saves memory, as all commands call it."""
-    parts = ["--recompute-keeps", "products"] if run.selective else []
-    parts += ["--offload", "optimizer"] if run.offload else []
-    return parts + ["--sequence-parallel"] * run.sequence_parallel
+def _saves_memory(run: RunOptions) -> Words:
+    """As all commands call it."""
+    return {
+        "--recompute-keeps": "products" if run.selective else "",
+        "--offload": "optimizer" if run.offload else "",
+        "--sequence-parallel": run.sequence_parallel,
+    }
 
 
-def _parallel(candidate: Candidate) -> list[str]:
+def _parallel(candidate: Candidate) -> Words:
     """The algorithm and the stages, as the training commands call them."""
-    parts = ["--algorithm", candidate.algorithm] if candidate.algorithm != "axonn" else []
+    words: Words = {"--algorithm": candidate.algorithm if candidate.algorithm != "axonn" else ""}
     if candidate.stages is not None:
-        parts += [*_stages(candidate), "--microbatches", str(candidate.run.micro_batches)]
-        parts += [] if candidate.stages.even else ["--cuts", "planner"]
-    return parts
+        words |= _stages(candidate) | {"--microbatches": candidate.run.micro_batches}
+        words["--cuts"] = "" if candidate.stages.even else "planner"
+    return words
 
 
-def _stages(candidate: Candidate) -> list[str]:
+def _stages(candidate: Candidate) -> Words:
     stages = candidate.stages
-    return [] if stages is None else ["--pipeline", str(stages.ranks), "--schedule", stages.schedule]
+    return {} if stages is None else {"--pipeline": stages.ranks, "--schedule": stages.schedule}
 
 
 def gather_cache(workload: Workload, share: float) -> str:
@@ -140,9 +145,3 @@ def gather_cache(workload: Workload, share: float) -> str:
     if share in (0.0, 1.0):
         return "all" if share else "none"
     return str(int(share * workload.linears))
-
-
-def _overlap(overlap: frozenset[str]) -> list[str]:
-    if overlap == frozenset(OVERLAPS):
-        return []
-    return ["--overlap", ",".join(name for name in OVERLAPS if name in overlap) or "none"]

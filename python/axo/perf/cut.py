@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from axo.perf.flops import forward_flops
+from axo.perf.layers import EmbeddingKind, LossKind, seen
 from axo.perf.pipeline_schedule import rank_of
 from axo.perf.workload import Block, Workload
 
@@ -84,7 +84,7 @@ def _stack(workload: Workload) -> tuple[list[Block], list[int]]:
         ValueError: The model is not an embedding, a stack of blocks, and a head.
     """
     first, *middle, last = workload.blocks
-    ends = first.layers[0].kind == "embedding" and any(layer.kind == "loss" for layer in last.layers)
+    ends = isinstance(first.layers[0], EmbeddingKind) and isinstance(last.layers[-1], LossKind)
     if not (ends and middle and first.repeat == last.repeat == 1):
         raise ValueError(f"pipeline: {workload.name} is not an embedding, blocks and a head; it cannot be cut")
     return [first, *middle, last], [kind for kind, block in enumerate(middle, 1) for _ in range(block.repeat)]
@@ -102,7 +102,7 @@ def part(workload: Workload, bounds: Sequence[int], stages: Sequence[int]) -> Wo
 def planned(workload: Workload, ranks: int, stages: int, order: str) -> list[int]:
     """Return where each stage of ``workload`` begins, and the end: ``best`` of its flops."""
     kinds, stack = _stack(workload)
-    flops = [sum(forward_flops(layer, 1.0, workload.seq_length) for layer in block.layers) for block in kinds]
+    flops = [sum(layer.flops(1.0, seen(workload.seq_length)) for layer in block.layers) for block in kinds]
     return best(flops[0], [flops[kind] for kind in stack], flops[-1], ranks=ranks, stages=stages, order=order)
 
 

@@ -92,52 +92,46 @@ def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int =
     Raises:
         ValueError: Nothing fits; says why not.
     """
-    plans: list[tuple[float, GridPlan, Candidate]] = []
-    why: list[ValueError] = []
-    unsuited = 0
-    suited: dict[int, list[Grid]] = {}  # by the number of stages
+    plans, why = list[tuple[float, GridPlan]](), list[ValueError]()  # with the seconds of the best
+    suited, unsuited = dict[int, list[Grid]](), 0  # by the number of stages
     for stages in request.pipeline:
         if request.gpus % stages:
             why.append(ValueError(f"plan: {request.gpus} ranks do not divide into pipeline={stages} stages"))
             continue
-        groups: dict[int, list[Grid]] = {}
-        for grid in Grid.all(request.gpus // stages):
-            groups.setdefault(pieces(grid), []).append(grid)
+        every = list(Grid.all(request.gpus // stages))
+        groups = {count: [grid for grid in every if pieces(grid) == count] for count in map(pieces, every)}
         unsuitable = groups.pop(0, [])
+        unsuited = len(unsuitable) if stages == 1 else unsuited
+        suited[stages] = [grid for grids in groups.values() for grid in grids]
         if not groups:
             why.append(ValueError(f"the batch sizes suit no grid of {request.gpus // stages} ranks"))
-        if stages == 1:
-            unsuited = len(unsuitable)
-        suited[stages] = [grid for grids in groups.values() for grid in grids]
         for count, grids in groups.items():
             fills, batches = (count, micro_batches) if stages > 1 else (1, count)
-            tokens = request.batch_tokens // fills
+            one = replace(
+                request, pipeline=(stages,), batch_tokens=request.batch_tokens // fills, micro_batches=batches
+            )
             try:
-                one_plan = plan(replace(request, pipeline=(stages,), batch_tokens=tokens, micro_batches=batches), grids)
+                ranking = plan(one, grids)
+                plans.append((fills * ranking.best.seconds, ranking))
             except ValueError as error:
                 why.append(error)
-            else:
-                plans.append((fills * one_plan.best.seconds, one_plan, one_plan.best))
     if not plans:
         if suited.get(1):  # the nearest miss of all: of other pieces too
             plan(replace(request, pipeline=(1,), micro_batches=0), suited[1])
         raise why[0]
-    seconds, one_plan, best = min(plans, key=lambda one: one[0])
-    ranks = best.stages.ranks if best.stages is not None else 1
-    fit = sum(len(one.ranked) for _, one, _ in plans if one.request.pipeline == (ranks,))
-    others = [_other(count, plans, (seconds, best)) for count in request.pipeline if count != ranks]
-    return GridChoice(best, seconds, one_plan, fit, len(suited[ranks]) - fit, tuple(others), unsuited)
+    seconds, ranking = min(plans, key=lambda each: each[0])
+    ranks = ranking.best.pipeline
+    fit = sum(len(one.ranked) for _, one in plans if one.best.pipeline == ranks)
+    others = [_other(count, plans, seconds, ranking.best) for count in request.pipeline if count != ranks]
+    return GridChoice(ranking.best, seconds, ranking, fit, len(suited[ranks]) - fit, tuple(others), unsuited)
 
 
-def _other(
-    stages: int, found: list[tuple[float, GridPlan, Candidate]], best: tuple[float, Candidate]
-) -> tuple[str, float, str]:
-    """The fastest of a number of stages."""
-    of = [(time, one) for time, _, one in found if one.pipeline == stages]
-    if not of:
+def _other(stages: int, plans: list[tuple[float, GridPlan]], least: float, best: Candidate) -> tuple[str, float, str]:
+    """The fastest of a number of stages, and what most of the difference to the best is."""
+    alike = [(seconds, one.best) for seconds, one in plans if one.best.pipeline == stages]
+    if not alike:
         return ("without stages" if stages == 1 else f"in {stages} stages", 0.0, "nothing fits")
-    seconds, one = min(of, key=lambda each: each[0])
-    assert one.time is not None and best[1].time is not None
-    scales = seconds / one.seconds, best[0] / best[1].seconds
-    why = cause(one.time, best[1].time, scales[0] / scales[1])
+    seconds, one = min(alike, key=lambda each: each[0])
+    assert one.time is not None and best.time is not None
+    why = cause(one.time, best.time, seconds / one.seconds / (least / best.seconds))
     return ("without stages " if stages == 1 else "") + one.name, seconds, why

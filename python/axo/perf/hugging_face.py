@@ -15,9 +15,9 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from axo.perf.workload import Experts, Workload, gpt
+from axo.perf.workload import Experts, Workload, gpt, sample_length
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,25 +28,8 @@ _SIZES = re.compile(r"expert|moe|hidden|intermediate|heads|layers|head_dim|lora_
 _COUNTED = re.compile(r"(size|heads|layers?|dim|experts|groups)$")  # of these alone, a word is no value
 _MOST_LAYERS, _MOST_MODULES, _MOST = 2048, 200_000, 10**8  # modules are built one by one
 _PARTS = re.compile(r"expert|moe|lora_rank")  # fields that a class which does not read them has no such part for
+_OF_MLP = ("gated", "intermediate", "experts")  # what blocks of one model may differ in
 _MOST_MISSED = 1e-3  # share of a model's parameters that small vectors (scales, routers' biases) may have uncounted
-
-
-class _BlockParts(NamedTuple):
-    """What one block is, by its modules."""
-
-    qkv: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    qkv_bias: bool
-    bias: bool
-    norm_qk: str
-    norms: int
-    post_norms: tuple[bool, bool]
-    norm: str
-    gated: bool
-    intermediate: int
-    experts: Experts | None
 
 
 def read(fields: Mapping[str, Any], *, name: str = "model", seq_length: int | None = None) -> Workload:
@@ -56,44 +39,31 @@ def read(fields: Mapping[str, Any], *, name: str = "model", seq_length: int | No
         ValueError: transformers knows no such model, cannot build it, or it has a part that is not known.
     """
     model = build(fields, name)
-    config: Any = model.config
-    blocks = list(_blocks(model, name))
-    first = blocks[0]
-    shapes = {one._replace(gated=True, intermediate=0, experts=None) for one in blocks}
-    dense = {(one.gated, one.intermediate) for one in blocks if one.experts is None}
-    if len(shapes) > 1 or len(dense) > 1:
+    config, blocks = model.config, list(_blocks(model, name))
+    shapes = [{part: what for part, what in block.items() if part not in _OF_MLP} for block in blocks]
+    dense = [block for block in blocks if block["experts"] is None]
+    if any(one != shapes[0] for one in shapes) or len({(one["gated"], one["intermediate"]) for one in dense}) > 1:
         raise ValueError(f"model {name!r}: its blocks differ in their attention or in the width of their MLPs")
-    gated, intermediate = next(iter(dense), (True, 1))
-    runs = [(len(list(same)), experts) for experts, same in itertools.groupby(one.experts for one in blocks)]
+    mlp: dict[str, Any] = dense[0] if dense else {"gated": True, "intermediate": 1}
+    runs = [(len(list(same)), experts) for experts, same in itertools.groupby(block["experts"] for block in blocks)]
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is None or head.weight is table.weight
-    longest = getattr(config, "max_position_embeddings", None)
-    positions = next(
-        (module.num_embeddings for module in model.modules() if _kind(module) == "Embedding" and module is not table), 0
-    )
+    tables = (module for module in model.modules() if _kind(module) == "Embedding" and module is not table)
+    caps = [bool(getattr(config, f"{what}_logit_softcapping", None)) for what in ("attn", "final")]
     workload = gpt(
         name,
         layers=len(blocks),
         hidden=table.embedding_dim,
-        heads=first.heads,
-        kv_heads=first.kv_heads,
-        head_size=first.head_size,
         vocab=table.num_embeddings,
-        seq_length=seq_length or (min(2048, longest) if isinstance(longest, int) and longest > 0 else 2048),
-        intermediate=intermediate,
-        gated=gated,
-        bias=first.bias,
-        qkv_bias=first.qkv_bias,
+        seq_length=seq_length or sample_length(getattr(config, "max_position_embeddings", None)),
         head_bias=head is not None and head.bias is not None,
-        norm=first.norm,
-        norms=first.norms,
-        post_norms=first.post_norms,
-        norm_qk=first.norm_qk,
         parallel=bool(getattr(config, "use_parallel_residual", False) or getattr(config, "parallel_attn", False)),
         stacks=runs,
-        caps=tuple(bool(getattr(config, f"{what}_logit_softcapping", None)) for what in ("attn", "final")),  # type: ignore[arg-type]
-        positions=positions,
-        tied=tied,
+        caps=(caps[0], caps[1]),
+        positions=next((module.num_embeddings for module in tables), 0),
+        tied=head is None or head.weight is table.weight,
+        gated=mlp["gated"],
+        intermediate=mlp["intermediate"],
+        **shapes[0],
     )
     _check_count(workload, model, name)
     return workload
@@ -188,7 +158,7 @@ def _sizes(linear: Any) -> tuple[int, int]:
     return (rows, columns) if type(linear).__name__ == "Conv1D" else (columns, rows)
 
 
-def _blocks(model: Any, name: str) -> Iterator[_BlockParts]:
+def _blocks(model: Any, name: str) -> Iterator[dict[str, Any]]:
     from torch import nn
 
     config = model.config
@@ -203,7 +173,8 @@ def _blocks(model: Any, name: str) -> Iterator[_BlockParts]:
         yield _block(block, hidden, config, f"model {name!r}: block {index}, a {type(block).__name__},")
 
 
-def _block(block: nn.Module, hidden: int, config: Any, owner: str) -> _BlockParts:
+def _block(block: nn.Module, hidden: int, config: Any, owner: str) -> dict[str, Any]:
+    """What a block is, by its modules: arguments of ``gpt``, and the experts of its MLP."""
     from torch import nn
 
     parts = {child: module for child, module in block.named_children() if any(True for _ in module.parameters())}
@@ -236,11 +207,12 @@ def _block(block: nn.Module, hidden: int, config: Any, owner: str) -> _BlockPart
     both = len(norms) == 4 or not any("input" in child or "1" in child or "pre" in child for child in norms)
     behind = both and sum(post) == 2
     vectors = len(list(parts[norms[0]].parameters())) if norms else 1
-    return _BlockParts(
-        qkv, heads, kv_heads, head_size, any(linear.bias is not None for linear in queries), bias, norm_qk,
-        len(norms) - 2 * behind, (behind, behind), "layernorm" if vectors == 2 else "rmsnorm", gated, intermediate,
-        experts,
-    )  # fmt: skip
+    return {
+        "heads": heads, "kv_heads": kv_heads, "head_size": head_size, "norm_qk": norm_qk, "bias": bias,
+        "qkv_bias": any(linear.bias is not None for linear in queries), "norms": len(norms) - 2 * behind,
+        "post_norms": (behind, behind), "norm": "layernorm" if vectors == 2 else "rmsnorm",
+        "gated": gated, "intermediate": intermediate, "experts": experts,
+    }  # fmt: skip
 
 
 def _leaves(module: Any, owner: str, experts: int = 0) -> tuple[dict[str, Any], list[int]]:
@@ -296,11 +268,11 @@ def _mlp(module: Any, hidden: int, config: Any, owner: str) -> tuple[bool, int, 
     return True, width, Experts(count, per_token, width, _sizes(shared[-1])[0] if shared else 0), bias
 
 
-def _check_count(found: Workload, model: Any, name: str) -> None:
+def _check_count(workload: Workload, model: Any, name: str) -> None:
     """The account is right if it has as many parameters as the model."""
     stored = sum(parameter.numel() for parameter in model.parameters())
-    if abs(found.parameters - stored) > _MOST_MISSED * stored:
+    if abs(workload.parameters - stored) > _MOST_MISSED * stored:
         raise ValueError(
             f"model {name!r}: model_type={model.config.model_type!r} builds a {type(model).__name__} of"
-            f" {stored / 1e9:.3f} billion parameters, of which {found.parameters / 1e9:.3f} are understood"
+            f" {stored / 1e9:.3f} billion parameters, of which {workload.parameters / 1e9:.3f} are understood"
         )

@@ -241,22 +241,6 @@ def measured_here() -> str:
     )
 
 
-@cache
-def _read(path: Path) -> Machine:
-    try:
-        try:
-            text = files.read_text(path)
-            files.check_yaml(text)
-        except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
-            raise ValueError(f"machine file {path}: {why}") from None
-        return _MachineReader(path, yaml.compose(text, Loader=_LOADER)).machine()
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}" if mark else "somewhere"
-        raise ValueError(f"machine file {path}, {where}: not YAML: {getattr(error, 'problem', error)}") from None
-
-
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 # What a machine file that does not say it gets: gemm_fraction, fitted with ATTENTION_INTENSITY on four published runs
@@ -280,34 +264,55 @@ del _NUMBERS["network"]
 _OTHERS = "name gpus_per_node intra_gbs cross_gbs gemms calibrated_on description sources profiled".split()
 
 
-class _MachineReader:
-    """Turns a composed YAML mapping into a Machine, with the line of whatever is wrong."""
+@cache
+def _read(path: Path) -> Machine:
+    try:
+        text = files.read_text(path)
+        files.check_yaml(text)
+        return _MachineFile(path, yaml.compose(text, Loader=_LOADER)).machine()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}" if mark else "somewhere"
+        raise ValueError(f"machine file {path}, {where}: not YAML: {getattr(error, 'problem', error)}") from None
+    except (OSError, ValueError) as error:
+        why = str(error.strerror) if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
+        raise ValueError(why if why.startswith("machine file") else f"machine file {path}: {why}") from None
 
-    def __init__(self, path: Path, node: Any) -> None:
-        self.path = path
-        if not isinstance(node, yaml.MappingNode):
+
+class _MachineFile:
+    """A composed YAML mapping, and the Machine that it describes; what is wrong is told with its line and field."""
+
+    def __init__(self, path: Path, root: Any) -> None:
+        self.path, self.lines = path, dict[str, int]()
+        if not isinstance(root, yaml.MappingNode):
             raise ValueError(
                 f"machine file {path}, line 1: expected fields such as 'gpus_per_node: 4', got something else"
             )
-        self.lines: dict[str, int] = {}
-        self.nodes: dict[str, Any] = {}
-        self.values: dict[str, Any] = {}
-        loader = _LOADER("")
-        for key, value in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if name in self.lines:
-                raise self.fail(name, f"is given twice, first in line {self.lines[name]}", line)
-            self.lines[name], self.nodes[name] = line, value
-            try:
-                self.values[name] = loader.construct_object(value, deep=True)
-            except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError) as error:
-                # a date that there is not, a number of thousands of digits or, with !!int, of none
-                raise self.fail(name, str(error)) from None
+        self.nodes = {name: node for name, node, _ in self.entries(root)}
+        self.values = {name: self.value(name, node) for name, node in self.nodes.items()}
 
     def fail(self, name: str, what: str, line: int = 0) -> ValueError:
-        return ValueError(
-            f"machine file {self.path}, line {line or self.lines.get(name, 1)}, field {files.shown(name)}: {what}"
-        )
+        line = line or self.lines.get(name, 1)
+        return ValueError(f"machine file {self.path}, line {line}, field {files.shown(name)}: {what}")
+
+    def entries(self, root: Any, field: str = "") -> list[tuple[str, Any, int]]:
+        """(key, node, line) of each entry of a mapping: of the file's, or of a field's."""
+        entries = [(str(key.value), node, key.start_mark.line + 1) for key, node in root.value]
+        seen = dict[str, int]()
+        for key, _, line in entries:
+            if key in seen:
+                twice = "has an entry twice" if field else f"is given twice, first in line {seen[key]}"
+                raise self.fail(field or key, twice, line)
+            seen[key] = line
+        self.lines |= {} if field else seen
+        return entries
+
+    def value(self, name: str, node: Any) -> Any:
+        try:
+            return _LOADER("").construct_object(node, deep=True)
+        except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError) as error:
+            # a date that there is not, a number of thousands of digits or, with !!int, of none
+            raise self.fail(name, str(error)) from None
 
     def number(self, name: str, value: Any, *, zero: bool = False, line: int = 0) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_MOST <= value <= _MOST:
@@ -317,69 +322,60 @@ class _MachineReader:
         return float(value)
 
     def machine(self) -> Machine:
-        for name in self.values:
-            if name not in _NUMBERS and name not in _OTHERS:
-                raise self.fail(name, f"is not a field; the fields are {', '.join((*_OTHERS, *_NUMBERS))}")
-        for name in ["gpus_per_node", "intra_gbs", *(n for n, needed in _NUMBERS.items() if needed)]:
-            if name not in self.values:
-                raise self.fail(name, "is missing")
-        gpus = self.values["gpus_per_node"]
+        given, needed = self.values, ["gpus_per_node", "intra_gbs", *(name for name, must in _NUMBERS.items() if must)]
+        for name in (name for name in given if name not in _NUMBERS and name not in _OTHERS):
+            raise self.fail(name, f"is not a field; the fields are {', '.join((*_OTHERS, *_NUMBERS))}")
+        for name in (name for name in needed if name not in given):
+            raise self.fail(name, "is missing")
+        gpus, rows = given["gpus_per_node"], given.get("calibrated_on") or []
         if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= _MOST_A_NODE:
             raise self.fail("gpus_per_node", f"{files.shown(gpus)} is not a whole number from 1 to {_MOST_A_NODE}")
-        numbers = {
-            name: self.number(name, self.values[name], zero=name.startswith(_MAY_BE_ZERO))
-            for name in _NUMBERS
-            if name in self.values
-        }
-        for name in ("gemm_fraction", "network_fraction"):
-            if numbers.get(name, 1.0) > 2.0:
-                raise self.fail(name, f"{numbers[name]} is not a share; a value near or under 1 is meant")
-        if numbers.get("contention", 0.0) >= 1.0:
-            raise self.fail("contention", f"{numbers['contention']} is not a share under 1")
-        assumed = tuple(name for name in ASSUMED if name not in numbers)
-        numbers |= {name: ASSUMED[name] for name in assumed}
-        rows = self.values.get("calibrated_on") or []
+        numbers = {name: self.number(name, given[name], zero=name.startswith(_MAY_BE_ZERO))
+                   for name in _NUMBERS if name in given}  # fmt: skip
+        for name, most, why in (
+            ("gemm_fraction", 2.0, "; a value near or under 1 is meant"),
+            ("network_fraction", 2.0, "; a value near or under 1 is meant"),
+            ("contention", math.nextafter(1.0, 0.0), " under 1"),
+        ):
+            if numbers.get(name, 0.0) > most:
+                raise self.fail(name, f"{numbers[name]} is not a share{why}")
         if not isinstance(rows, list):
             raise self.fail("calibrated_on", f"{files.shown(rows)} is not a list of what was measured")
         return Machine(
-            name=str(self.values.get("name", self.path.stem)),
+            name=str(given.get("name", self.path.stem)),
             gpus_per_node=gpus,
             intra_gbs=self.intra(gpus),
-            cross_gbs=self.table("cross_gbs", self.values.get("cross_gbs", {})),
-            gemms=self.gemms(),
+            cross_gbs=self.table("cross_gbs") if "cross_gbs" in given else {},
+            gemms=self.gemms() if given.get("gemms") else (),
             calibrated_on=tuple(map(str, rows)),
-            assumed=assumed,
+            assumed=tuple(name for name in ASSUMED if name not in numbers),
             source=self.path.stem if self.path.parent == _FOLDER else str(self.path),
-            description=str(self.values.get("description", "")),
-            **numbers,
+            description=str(given.get("description", "")),
+            **(ASSUMED | numbers),
         )
 
     def intra(self, gpus: int) -> dict[tuple[int, int], float]:
         value = self.values["intra_gbs"]
-        if not isinstance(value, dict):
-            return {(inner, gpus): self.number("intra_gbs", value) for inner in range(1, gpus + 1)}
-        return self.table("intra_gbs", value)
+        if isinstance(value, dict):
+            return self.table("intra_gbs")
+        return {(inner, gpus): self.number("intra_gbs", value) for inner in range(1, gpus + 1)}
 
-    def table(self, name: str, value: Any) -> dict[tuple[int, int], float]:
-        if not isinstance(value, dict):
-            raise self.fail(name, f"{files.shown(value)} is not a table of INNERxSIZE: GB/s")
+    def table(self, name: str) -> dict[tuple[int, int], float]:
+        if not isinstance(self.values[name], dict):
+            raise self.fail(name, f"{files.shown(self.values[name])} is not a table of INNERxSIZE: GB/s")
         table = {}
-        lines = [key.start_mark.line + 1 for key, _ in self.nodes[name].value] if value else []
-        if len(lines) != len(value):
-            raise self.fail(name, "has an entry twice")
-        for (key, bandwidth), line in zip(value.items(), lines, strict=True):
-            parts = str(key).split("x")
+        for key, node, line in self.entries(self.nodes[name], name):
+            parts = key.split("x")
             if len(parts) != 2 or not all(part.isdecimal() and 0 < int(part) <= _MOST for part in parts):
                 raise self.fail(name, f"{files.shown(key)} is not of the form INNERxSIZE, such as 2x4", line)
-            table[int(parts[0]), int(parts[1])] = self.number(name, bandwidth, line=line)
+            table[int(parts[0]), int(parts[1])] = self.number(name, self.value(name, node), line=line)
         return table
 
     def gemms(self) -> tuple[Gemm, ...]:
-        rows = self.values.get("gemms") or []
+        rows, gemms = self.values["gemms"], []
         if not isinstance(rows, list):
             raise self.fail("gemms", "is not a list of {m, k, n, tflops}")
-        gemms = []
-        for row, node in zip(rows, self.nodes["gemms"].value if rows else [], strict=True):
+        for row, node in zip(rows, self.nodes["gemms"].value, strict=True):
             line = node.start_mark.line + 1
             if not isinstance(row, dict) or not {"m", "k", "n", "tflops"} <= set(row):
                 raise self.fail("gemms", f"{files.shown(row)} lacks one of m, k, n, tflops", line)

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from axo.grid import AXES, Grid
-from axo.perf.layer_time import AxisSeconds, BlockCost, Costs, Network, RunOptions, data_seconds, optimizer_seconds
+from axo.perf.layer_time import BlockCost, Costs, Network, data_seconds, optimizer_seconds
 from axo.perf.machine import Machine
+from axo.perf.run_options import RunOptions
 from axo.perf.workload import Block, Workload
 
 
@@ -83,11 +84,12 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: RunOptions, c
     costs = costs or Costs(machine, workload.seq_length)
     network, pieces = costs.network(grid), run.micro_batches
     one = micro_batch(workload, grid, run, costs)
-    reduced = network.seconds("all_reduce", "data", one.reduced, one.reduces) if one.reduces else 0.0
     shard = run.shard(grid, workload.parameters)
-    data = data_seconds(network, reduced, shard, run)
-    exposed = {axis: pieces * seconds for axis, seconds in zip("xyz", one.exposed, strict=True)} | {"data": data}
-    sent = {axis: pieces * seconds for axis, seconds in zip("xyz", one.communication, strict=True)} | {"data": data}
+    data = data_seconds(network, network.seconds("all_reduce", "data", one.reduced, one.reduces), shard, run)
+    exposed, sent = (
+        {axis: pieces * seconds for axis, seconds in zip("xyz", each, strict=True)} | {"data": data}
+        for each in (one.exposed, one.communication)
+    )
     step = StepTime(pieces * one.compute, exposed, sent)
     step.contend(machine)
     step.optimizer = optimizer_seconds(machine, grid, run, shard)
@@ -99,17 +101,16 @@ def micro_batch(workload: Workload, grid: Grid, run: RunOptions, costs: Costs) -
     rows = run.group_rows(grid)
 
     def lay() -> MicroBatch:
-        pieces = _Pieces(run, costs.network(grid))
+        overlay = _Overlay(run, costs.network(grid))
         for block in workload.blocks:
-            pieces.block(block, costs.block(block, grid, rows, run))
-        return pieces.finish()
+            overlay.add(block, costs.block(block, grid, rows, run))
+        return overlay.finish()
 
-    way = (workload, run.selective, run.cached_gathers, run.sequence_parallel, run.algorithm)
-    return costs.once((grid.x, grid.y, grid.z, grid.data > 1, rows, *way), lay)
+    return costs.once((workload, grid.x, grid.y, grid.z, grid.data > 1, rows, *run.of_block), lay)
 
 
-class _Pieces:
-    """Adds blocks up, one micro-batch."""
+class _Overlay:
+    """Blocks of one micro-batch, added up in forward order."""
 
     def __init__(self, run: RunOptions, network: Network) -> None:
         self.run = run
@@ -120,60 +121,48 @@ class _Pieces:
         self.queue = 0.0  # backward: what waits on z
         self.on_nics = 0.0  # backward: blocking collectives that use the NICs too
         self.last_scatter = 0.0
-        self.open: tuple[float, float] | None = None  # the last segment so far: its path, its collectives on the NICs
+        self.ahead: tuple[float, float] | None = None  # the last segment so far: its path, its collectives on the NICs
 
-    def block(self, block: Block, one: BlockCost) -> None:
+    def add(self, block: Block, one: BlockCost) -> None:
         """Add one block, ``repeat`` times."""
-        times = block.repeat
-        self.compute += times * (one.forward + one.input_grad + one.weight_grad)
-        self.reduced, self.reduces = self.reduced + times * one.reduced, self.reduces + times * one.reduces
-        for axis in (0, 1):
-            self.sent[axis] += times * (one.hidden[axis] + block.checkpointed * one.hidden_forward[axis])
+        run, times, again, cost = self.run, block.repeat, block.reruns(self.run), one.all
+        backward = cost.input_grad + cost.weight_grad + again * (cost.again if run.selective else cost.forward)
+        self.compute += times * (cost.forward + backward)
+        self.reduced, self.reduces = self.reduced + times * cost.reduced, self.reduces + times * cost.reduces
         self._forward(one, times)
-        if block.checkpointed:
-            again = one.again_kept if self.run.selective else one.again
-            self.compute += times * again
-            self.path += times * again
-            self._backward_waits(one.again_output, one.again_output, times)
-        if block.checkpointed or not self.run.keeps:
-            self._queue((1.0 - self.run.cached_gathers) * one.gather, times, "oag")
-        shows = one.shown_reduce if "oar" in self.run.overlap else one.reduce
-        self._backward_waits(one.blocking, one.blocking, times)
-        self._backward_waits(one.reduce, shows, times)
-        self.path += times * (one.input_grad + one.weight_grad)
-        self._queue(one.scatter, times, "ors")
+        for axis, of in enumerate((cost.x, cost.y)):
+            shows = of.shown if "oar" in run.overlap else of.reduce
+            waits = again * of.again + of.blocking
+            backward += waits + shows
+            self.exposed[axis] += times * (of.output + waits + shows)
+            self.sent[axis] += times * (of.output + waits + of.reduce + of.hidden + again * of.hidden_forward)
+            self.on_nics += times * self.shared[axis] * (waits + of.reduce)
+        self.path += times * backward
+        self._queue((1.0 - run.cached_gathers) * cost.gather, times, "oag")
+        self._queue(cost.scatter, times, "ors")
         self.last_scatter = self.last_scatter or one.last_scatter
 
     def _forward(self, one: BlockCost, times: int) -> None:
-        self._waits(one.output, one.output, times)
-        self.sent[2] += times * one.gather
+        """The gathers of the forward, which it does not hide."""
+        self.sent[2] += times * one.all.gather
         if "oag" not in self.run.overlap:
-            self.exposed[2] += times * one.gather
+            self.exposed[2] += times * one.all.gather
             return
         # The first gather stands behind what was before this block once, then behind the end of its own last repeat.
-        first, last = one.segments[0], one.segments[-1]
-        before = self.open or (0.0, 0.0)
-        self.exposed[2] += max(0.0, first[0] + before[1] - before[0])
-        self.exposed[2] += (times - 1) * max(0.0, first[0] + self._nics(last[2]) - last[1])
-        for (_, path, blocking), (gather, _, _) in itertools.pairwise(one.segments):
-            self.exposed[2] += times * max(0.0, gather + self._nics(blocking) - path)
-        self.open = last[1], self._nics(last[2])
+        segments = [(gather, path, x * self.shared[0] + y * self.shared[1]) for gather, path, x, y in one.segments]
+        (first, _, _), (_, path, nics) = segments[0], segments[-1]
+        before = self.ahead or (0.0, 0.0)
+        self.exposed[2] += max(0.0, first + before[1] - before[0])
+        self.exposed[2] += (times - 1) * max(0.0, first + nics - path)
+        for (_, busy, blocking), (gather, _, _) in itertools.pairwise(segments):
+            self.exposed[2] += times * max(0.0, gather + blocking - busy)
+        self.ahead = path, nics
 
     def finish(self) -> MicroBatch:
         """Close the backward: what z could not hide behind products, and the last reduce-scatter."""
         left = max(0.0, self.queue + self.on_nics - self.path)
         self.exposed[2] += max(left, self.last_scatter) if "ors" in self.run.overlap else left
         return MicroBatch(self.compute, tuple(self.exposed), tuple(self.sent), self.reduced, self.reduces)
-
-    def _waits(self, every: AxisSeconds, shows: AxisSeconds, times: int) -> None:
-        for axis in (0, 1):
-            self.sent[axis] += times * every[axis]
-            self.exposed[axis] += times * shows[axis]
-
-    def _backward_waits(self, every: AxisSeconds, shows: AxisSeconds, times: int) -> None:
-        self._waits(every, shows, times)
-        self.path += times * sum(shows)
-        self.on_nics += times * self._nics(every)
 
     def _queue(self, seconds: float, times: int, overlap: str) -> None:
         """Put something on z, which waits in a queue or, with that overlap off, at once."""
@@ -182,7 +171,3 @@ class _Pieces:
             self.queue += times * seconds
         else:
             self.exposed[2] += times * seconds
-
-    def _nics(self, pair: AxisSeconds) -> float:
-        """Seconds of collectives that share the NICs with z."""
-        return pair[0] * self.shared[0] + pair[1] * self.shared[1]

@@ -12,12 +12,11 @@ import io
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from axo.grid import AXES
 from axo.perf.command import PLACEHOLDERS, command_line, litgpt_line
-from axo.perf.memory import GIB
+from axo.perf.memory import GIB, Memory
 from axo.perf.others import Alternative, others
 from axo.perf.planner import INTERVAL, Candidate, GridPlan
 from axo.perf.stages import Stages
@@ -45,53 +44,50 @@ def as_csv(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
     return out.getvalue()
 
 
-def candidate_json(made: GridPlan, candidate: Candidate) -> dict[str, Any]:
+def candidate_json(plan: GridPlan, candidate: Candidate) -> dict[str, Any]:
     """Return one grid as plain numbers: seconds, bytes, percent."""
-    found: dict[str, Any] = {
+    time, run, stages, held = candidate.time, candidate.run, candidate.stages, candidate.memory
+    values: dict[str, Any] = {
         "name": candidate.name,
         "grid": str(candidate.grid),
         "algorithm": candidate.algorithm,
         "reason": candidate.reason,
     }
-    if candidate.stages is not None:
-        found |= {"pipeline": candidate.stages.ranks, "schedule": candidate.stages.schedule}
-        found["cuts"] = list(candidate.stages.bounds[1:-1])
-    if candidate.memory is not None:
-        found["memory_bytes"] = asdict(candidate.memory) | {"total": candidate.memory.total}
-    if candidate.time is not None:
-        time = candidate.time
-        found |= {
-            "step_s": time.total,
-            "compute_s": time.compute,
-            "contention_s": time.contention,
-            "optimizer_s": time.optimizer,
-            "exposed_s": dict(time.exposed),
-            "communication_s": dict(time.communication),
-            "hfu_percent": made.percent_of_peak(candidate),
-            "mfu_percent": made.percent_of_peak(candidate, model_flops=True),
-            "micro_batches": candidate.run.micro_batches,
-            "cached_gathers": candidate.run.cached_gathers,
-            "recompute": candidate.recompute,
-            "recomputes": candidate.recomputes,
-            "bubble_s": time.bubble,
-            "zero": candidate.run.zero,
-            "sequence_parallel": candidate.run.sequence_parallel,
-            "offload": "optimizer" if candidate.run.offload else "none",
-            "why": made.why(candidate),
-            "tokens_per_second_per_gpu": made.tokens_a_second(candidate),
-            "command": command_line(made, candidate),
-            "litgpt_command": litgpt_line(made, candidate),
-        }
-        if made.request.tokens:
-            found["days"] = made.days(candidate)
-            found["gpu_hours"] = made.gpu_hours(candidate)
-            found["megawatt_hours"] = made.megawatt_hours(candidate)
-    return found
+    if stages is not None:
+        values |= {"pipeline": stages.ranks, "schedule": stages.schedule, "cuts": list(stages.bounds[1:-1])}
+    if held is not None:
+        values["memory_bytes"] = held._asdict() | {"total": held.total}
+    if time is None:
+        return values
+    values |= {
+        "step_s": time.total,
+        "compute_s": time.compute,
+        "contention_s": time.contention,
+        "optimizer_s": time.optimizer,
+        "exposed_s": dict(time.exposed),
+        "communication_s": dict(time.communication),
+        "hfu_percent": plan.percent_of_peak(candidate),
+        "mfu_percent": plan.percent_of_peak(candidate, model_flops=True),
+        "micro_batches": run.micro_batches,
+        "cached_gathers": run.cached_gathers,
+        "recompute": run.recompute != "none",
+        "recomputes": run.recompute,
+        "bubble_s": time.bubble,
+        "zero": run.zero,
+        "sequence_parallel": run.sequence_parallel,
+        "offload": "optimizer" if run.offload else "none",
+        "why": plan.why(candidate),
+        "tokens_per_second_per_gpu": plan.tokens_a_second(candidate),
+        "command": command_line(plan, candidate),
+        "litgpt_command": litgpt_line(plan, candidate),
+    }
+    cost = ("days", "gpu_hours", "megawatt_hours") if plan.request.tokens else ()
+    return values | {name: getattr(plan, name)(candidate) for name in cost}
 
 
-def plan_json(made: GridPlan, *, gpu_hour: float = 0.0) -> dict[str, Any]:
+def plan_json(plan: GridPlan, *, gpu_hour: float = 0.0) -> dict[str, Any]:
     """Return the whole plan as plain data; ``gpu_hour`` is the price of one."""
-    asked = made.request
+    asked = plan.request
     return {
         "model": asked.workload.name,
         "parameters": asked.workload.parameters,
@@ -105,12 +101,12 @@ def plan_json(made: GridPlan, *, gpu_hour: float = 0.0) -> dict[str, Any]:
         "tokens": asked.tokens,
         "watts": asked.machine.watts,
         "gpu_hour": gpu_hour,
-        "hardware_flops_a_step": made.step_flops(),
-        "ranked": [candidate_json(made, candidate) for candidate in made.ranked],
+        "hardware_flops_a_step": plan.step_flops(),
+        "ranked": [candidate_json(plan, candidate) for candidate in plan.ranked],
         "others": [
-            {"kind": one.kind, "because": one.why} | candidate_json(made, one.candidate) for one in others(made)
+            {"kind": one.kind, "because": one.why} | candidate_json(plan, one.candidate) for one in others(plan)
         ],
-        "left_out": [candidate_json(made, candidate) for candidate in made.left_out],
+        "left_out": [candidate_json(plan, candidate) for candidate in plan.left_out],
     }
 
 
@@ -121,70 +117,67 @@ _COLUMNS = (
 ).split()
 
 
-def plan_csv(made: GridPlan) -> str:
+def plan_csv(plan: GridPlan) -> str:
     """Return every grid as CSV, the fastest first, what is left out at the end."""
-    rows = []
-    for number, candidate in enumerate([*made.ranked, *made.left_out], 1):
-        row = candidate_json(made, candidate)
-        row["rank"] = "" if candidate.time is None else number
-        row |= {axis: candidate.grid.size(axis) for axis in AXES}
-        row |= {f"exposed_{axis}_s": seconds for axis, seconds in row.get("exposed_s", {}).items()}
-        row["memory_bytes"] = f"{candidate.memory.total:.0f}" if candidate.memory else ""
-        rows.append(row)
-    return as_csv(rows, _COLUMNS)
+
+    def row(number: int, one: Candidate) -> dict[str, Any]:
+        values = candidate_json(plan, one)
+        values |= {f"exposed_{axis}_s": seconds for axis, seconds in values.get("exposed_s", {}).items()}
+        values |= {axis: one.grid.size(axis) for axis in AXES} | {"rank": "" if one.time is None else number}
+        return values | {"memory_bytes": f"{one.memory.total:.0f}" if one.memory else ""}
+
+    return as_csv((row(number, one) for number, one in enumerate([*plan.ranked, *plan.left_out], 1)), _COLUMNS)
 
 
-def plan_table(made: GridPlan, top: int) -> Table:
+def plan_table(plan: GridPlan, top: int) -> Table:
     """Return header and rows of the best ``top`` grids, as text.
 
     HFU counts recomputation; kept is the share of gathered weights that stay for their second use. A step is its
     products, by axis the communication time that they do not hide, other (the optimizer, and by how much hidden
     communication slows products), and with stages what these wait for each other.
     """
-    header = ["", "grid", "step s", "tokens/s a GPU", "% MFU", "% HFU", "products s", "other s"]
-    header += [*(f"{axis} s" for axis in AXES), "GiB", "micro", "kept"]
-    if made.request.tokens:
-        header.append("days")
-    if made.request.search:
-        header += ["recompute", "zero"]
-    offloads = any(candidate.run.offload for candidate in made.ranked[:top])
-    splits = any(candidate.run.sequence_parallel for candidate in made.ranked[:top])
-    header += ["offload"] * offloads + ["tokens"] * splits
-    staged = made.request.pipeline != (1,)
-    if staged:
-        header += ["bubble s", "stages", "schedule", "blocks of stages"]
-    rows = []
-    for number, candidate in enumerate(made.ranked[:top], 1):
-        time, held = candidate.time, candidate.memory
-        assert time is not None and held is not None
-        shown = [time.compute, time.contention + time.optimizer, *time.exposed.values()]
-        grid = candidate.name if candidate.stages is None else str(candidate.grid)
-        row = [str(number), grid, f"{time.total:.2f}", f"{made.tokens_a_second(candidate):,.0f}"]
-        row += [f"{made.percent_of_peak(candidate, model_flops=mfu):.1f}" for mfu in (True, False)]
-        row += [*(f"{seconds:.2f}" for seconds in shown), f"{held.total / GIB:.1f}", str(candidate.run.micro_batches)]
-        row.append(f"{100 * candidate.run.cached_gathers:.0f}%")
-        if made.request.tokens:
-            row.append(f"{made.days(candidate):.1f}")
-        if made.request.search:
-            row += [candidate.recomputes, str(candidate.run.zero)]
-        row += ["optimizer" if candidate.run.offload else ""] * offloads
-        row += ["over x" if candidate.run.sequence_parallel else ""] * splits
-        if staged:
-            one = candidate.stages
-            row += [f"{time.bubble:.2f}", str(one.ranks if one else 1), one.schedule if one else "", cuts_text(one)]
-        rows.append(row)
-    return header, rows
+    asked, shown, rows = plan.request, plan.ranked[:top], list[dict[str, str]]()
+    offloads, splits = (any(getattr(one.run, name) for one in shown) for name in ("offload", "sequence_parallel"))
+    for number, one in enumerate(shown, 1):
+        time, run, stages = one.time, one.run, one.stages
+        assert time is not None and one.memory is not None
+        optional = {
+            "days": f"{plan.days(one):.1f}" if asked.tokens else None,
+            "recompute": run.recompute if asked.search else None,
+            "zero": str(run.zero) if asked.search else None,
+            "offload": ("optimizer" if run.offload else "") if offloads else None,
+            "tokens": ("over x" if run.sequence_parallel else "") if splits else None,
+        }
+        if asked.pipeline != (1,):
+            optional |= {"bubble s": f"{time.bubble:.2f}", "stages": str(one.pipeline)}
+            optional |= {"schedule": stages.schedule if stages else "", "blocks of stages": cuts_text(stages)}
+        rows.append({
+            "": str(number),
+            "grid": one.name if stages is None else str(one.grid),
+            "step s": f"{time.total:.2f}",
+            "tokens/s a GPU": f"{plan.tokens_a_second(one):,.0f}",
+            "% MFU": f"{plan.percent_of_peak(one, model_flops=True):.1f}",
+            "% HFU": f"{plan.percent_of_peak(one):.1f}",
+            "products s": f"{time.compute:.2f}",
+            "other s": f"{time.contention + time.optimizer:.2f}",
+            **{f"{axis} s": f"{time.exposed[axis]:.2f}" for axis in AXES},
+            "GiB": f"{one.memory.total / GIB:.1f}",
+            "micro": str(run.micro_batches),
+            "kept": f"{100 * run.cached_gathers:.0f}%",
+            **{name: text for name, text in optional.items() if text is not None},
+        })  # fmt: skip
+    return list(rows[0]), [list(row.values()) for row in rows]
 
 
-def others_table(found: Sequence[Alternative], best: Candidate) -> Table:
+def others_table(alternatives: Sequence[Alternative], best: Candidate) -> Table:
     """Return the best plan of each other kind, how far it is behind, and why."""
     rows = []
-    for kind, one, why in found:
-        seconds, behind = "", ""
+    for kind, one, why in alternatives:
+        times = ["", ""]
         if one.time is not None:
-            seconds, behind = f"{one.seconds:.2f}", f"{100 * (one.seconds / best.seconds - 1):+.1f}%"
+            times = [f"{one.seconds:.2f}", f"{100 * (one.seconds / best.seconds - 1):+.1f}%"]
         size = "" if one.memory is None else f"{one.memory.total / GIB:.1f}"
-        rows.append([kind, one.name, one.way.text, str(one.run.micro_batches), seconds, behind, size, why])
+        rows.append([kind, one.name, one.run.text, str(one.run.micro_batches), *times, size, why])
     return ["instead", "grid", "how", "micro", "step s", "behind", "GiB", "why"], rows
 
 
@@ -211,37 +204,31 @@ def compare_table(plans: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     header = "file,model,machine,network,GPUs,tokens a batch,grid,step s,tokens/s,% HFU,GiB".split(",")
     header += ["GPU hours a billion tokens", "price", "MWh"]
     rows = []
-    for name, made in plans:
+    for name, plan in plans:
         try:
-            best = made["ranked"][0]
-            rate = made["batch_tokens"] / best["step_s"]
-            hours = made["gpus"] / rate * 1e9 / 3600
-            row = [
-                name,
-                made["model"],
-                made["machine"],
-                f"{made['network_gbits']:g} Gb/s" if made.get("network_gbits") else "",
-                str(made["gpus"]),
-                f"{made['batch_tokens']:,}",
-                best.get("name", best["grid"]),
-            ]
-            row += [f"{best['step_s']:.2f}", f"{rate:,.0f}", f"{best['hfu_percent']:.1f}"]
-            row += [f"{best['memory_bytes']['total'] / GIB:.1f}", f"{hours:.1f}"]
-            price, energy = hours * made.get("gpu_hour", 0.0), hours * made.get("watts", 0.0) / 1e6
-            row += [f"{price:,.0f}" if price else "", f"{energy:.2f}" if energy else ""]
+            best, hours = plan["ranked"][0], 1e9 * _hours_a_token(plan)
+            price, energy = hours * plan.get("gpu_hour", 0.0), hours * plan.get("watts", 0.0) / 1e6
+            rows.append((hours, [
+                name, plan["model"], plan["machine"],
+                f"{plan['network_gbits']:g} Gb/s" if plan.get("network_gbits") else "",
+                str(plan["gpus"]), f"{plan['batch_tokens']:,}", best.get("name", best["grid"]),
+                f"{best['step_s']:.2f}", f"{plan['batch_tokens'] / best['step_s']:,.0f}", f"{best['hfu_percent']:.1f}",
+                f"{best['memory_bytes']['total'] / GIB:.1f}", f"{hours:.1f}",
+                f"{price:,.0f}" if price else "", f"{energy:.2f}" if energy else "",
+            ]))  # fmt: skip
         except (KeyError, IndexError, TypeError, ZeroDivisionError):
             raise ValueError(f"{name} holds no plan; `axo plan ... --json FILE` writes one") from None
-        rows.append((hours, row))
     return header, [row for _, row in sorted(rows, key=lambda one: one[0])]
+
+
+def _hours_a_token(plan: dict[str, Any]) -> float:
+    """GPU hours of a token in the best row of what ``plan_json`` gave."""
+    return float(plan["gpus"] * plan["ranked"][0]["step_s"] / plan["batch_tokens"] / 3600)
 
 
 def compared(plans: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """Say in one sentence what the dearest of plans costs against the cheapest, a token; each of them fits."""
-
-    def hours(made: dict[str, Any]) -> float:
-        return float(made["gpus"] * made["ranked"][0]["step_s"] / made["batch_tokens"])
-
-    each = sorted(((hours(made), name, made) for name, made in plans), key=lambda one: one[0])
+    each = sorted(((_hours_a_token(plan), name, plan) for name, plan in plans), key=lambda one: one[0])
     (low, name, cheap), (high, other, dear) = each[0], each[-1]
     return (
         f"a token costs {high / low:.3g} times as many GPU hours in {other} ({dear['model']} on {dear['machine']}) as"
@@ -249,55 +236,41 @@ def compared(plans: Sequence[tuple[str, dict[str, Any]]]) -> str:
     )
 
 
-def commands(made: GridPlan, top: int) -> list[str]:
+def commands(plan: GridPlan, top: int) -> list[str]:
     """Return the command lines of each of the best ``top`` rows, numbered as in the table."""
-    lines = []
-    for number, one in enumerate(made.ranked[:top], 1):
-        for line in (command_line(made, one), litgpt_line(made, one)):
-            lines += [f"{number}: {line}"] if line else []
-    return lines
+    every = ((number, one) for number, one in enumerate(plan.ranked[:top], 1))
+    lines = ((number, line(plan, one)) for number, one in every for line in (command_line, litgpt_line))
+    return [f"{number}: {line}" for number, line in lines if line]
 
 
-def placeholders(made: GridPlan, top: int) -> dict[str, str]:
+def placeholders(plan: GridPlan, top: int) -> dict[str, str]:
     """What stands in the commands for what the user has, and what it is."""
-    text = "\n".join(commands(made, top))
+    text = "\n".join(commands(plan, top))
     return {word: meaning for word, meaning in PLACEHOLDERS.items() if word in text}
 
 
 def tokens_text(tokens: float) -> str:
     """A count in words: ``1T``, ``1.5T``, ``300B``."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if tokens >= size:
-            return f"{tokens / size:.3g}{unit}"
-    return f"{tokens:g}"
+    units = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+    return next((f"{tokens / size:.3g}{unit}" for unit, size in units if tokens >= size), f"{tokens:g}")
 
 
-def memory_table(candidate: Candidate) -> Table:
+def memory_table(held: Memory) -> Table:
     """Return what a rank holds, by what it is for."""
-    memory = candidate.memory
-    if memory is None:
-        return ["what", "GiB"], []
-    sizes = {name: size for name, size in asdict(memory).items() if name != "accumulates"}
-    sizes |= {f"when {moment}": size for moment, size in memory.moments.items()} | {
-        "with waste and reserve": memory.total
-    }
+    sizes = {name: size for name, size in held._asdict().items() if name != "accumulates"}
+    sizes |= {f"when {moment}": size for moment, size in held.moments.items()}
+    sizes["with waste and reserve"] = held.total
     return ["what", "GiB"], [[part, f"{size / GIB:.2f}"] for part, size in sizes.items()]
 
 
-def traffic_table(made: GridPlan, candidate: Candidate) -> Table:
-    """Return seconds by axis, shown and hidden, of one grid."""
-    time = candidate.time
-    if time is None:
-        return ["axis", "reason"], [["", candidate.reason]]
-    rows = []
-    for axis in AXES:
-        if candidate.grid.size(axis) > 1:
-            gbs = made.request.machine.bandwidth(candidate.grid, axis) / 1e9
-            where = "between nodes" if made.request.machine.crosses_nodes(candidate.grid, axis) else "inside a node"
-            total = time.communication[axis]
-            rows.append(
-                [axis, str(candidate.grid.size(axis)), f"{gbs:.1f}", where, f"{total:.3f}", f"{time.exposed[axis]:.3f}"]
-            )
+def traffic_table(plan: GridPlan, candidate: Candidate) -> Table:
+    """Return seconds by axis, shown and hidden, of one grid that fits."""
+    time, grid, on, rows = candidate.time, candidate.grid, plan.request.machine, list[list[str]]()
+    assert time is not None
+    for axis in (axis for axis in AXES if grid.size(axis) > 1):
+        where = "between nodes" if on.crosses_nodes(grid, axis) else "inside a node"
+        seconds = (f"{each[axis]:.3f}" for each in (time.communication, time.exposed))
+        rows.append([axis, str(grid.size(axis)), f"{on.bandwidth(grid, axis) / 1e9:.1f}", where, *seconds])
     return ["axis", "ranks", "GB/s a ring", "where", "traffic s", "exposed s"], rows
 
 
@@ -365,29 +338,28 @@ def image(png: bytes, alt: str) -> str:
     return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">\n'
 
 
-def plan_page(made: GridPlan, simulation: Simulation, plots: dict[str, bytes]) -> str:
+def plan_page(plan: GridPlan, simulation: Simulation, plots: dict[str, bytes]) -> str:
     """Return the report of a plan: the ranking, the best grid in detail, one simulated step, what is left out."""
-    asked, best = made.request, made.best
-    title = f"{asked.workload.name} on {asked.gpus} GPUs of {asked.machine.name}"
+    asked, best, alternatives = plan.request, plan.best, others(plan)
+    assert best.memory is not None
     facts = [
         f"{asked.workload.parameters / 1e9:.1f} billion parameters, {asked.batch_tokens:,} tokens a batch in sequences"
-        f" of {asked.workload.seq_length}; {made.step_flops():.3e} hardware flops a step.",
+        f" of {asked.workload.seq_length}; {plan.step_flops():.3e} hardware flops a step.",
         f"Machine figures calibrated on: {', '.join(asked.machine.calibrated_on) or 'nothing; they are guesses'}.",
-        made.why(best),
+        plan.why(best),
     ]
     step = f"One simulated step of {best.grid}: {simulation.seconds:.2f} s."
-    alternatives = others(made)
-    reasons = [f"{candidate.grid}: {candidate.reason}" for candidate in made.left_out[:40]]
-    if len(made.left_out) > 40:
-        reasons.append(f"and {len(made.left_out) - 40} more")
-    sections = [
-        ("What was asked", [bullets(facts)]),
-        (f"The best {min(SHOWN, len(made.ranked))} of {len(made.ranked)} grids", [html_table(plan_table(made, SHOWN))]),
-        *([("The best of each other choice", [html_table(others_table(alternatives, best))])] if alternatives else []),
-        ("Plots", [image(png, name) for name, png in plots.items()]),
-        (f"Traffic of {best.grid}", [html_table(traffic_table(made, best))]),
-        (f"Memory of {best.grid}", [html_table(memory_table(best))]),
-        ("Simulation", [paragraph(step), html_table(simulation_table(simulation))]),
-        (f"Left out: {len(made.left_out)} grids", [bullets(reasons)]),
-    ]
-    return page(title, sections)
+    reasons = [f"{candidate.grid}: {candidate.reason}" for candidate in plan.left_out[:40]]
+    reasons += [f"and {len(plan.left_out) - 40} more"] * (len(plan.left_out) > 40)
+    sections = {
+        "What was asked": [bullets(facts)],
+        f"The best {min(SHOWN, len(plan.ranked))} of {len(plan.ranked)} grids": [html_table(plan_table(plan, SHOWN))],
+        "The best of each other choice": [html_table(others_table(alternatives, best))] if alternatives else [],
+        "Plots": [image(png, name) for name, png in plots.items()],
+        f"Traffic of {best.grid}": [html_table(traffic_table(plan, best))],
+        f"Memory of {best.grid}": [html_table(memory_table(best.memory))],
+        "Simulation": [paragraph(step), html_table(simulation_table(simulation))],
+        f"Left out: {len(plan.left_out)} grids": [bullets(reasons)],
+    }
+    title = f"{asked.workload.name} on {asked.gpus} GPUs of {asked.machine.name}"
+    return page(title, [(heading, pieces) for heading, pieces in sections.items() if pieces])

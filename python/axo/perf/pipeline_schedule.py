@@ -206,7 +206,7 @@ def actions(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action,
     stages = [_stage(index, ranks, kind) for index in range(kind.stages_per_rank)]
     order = schedule_class(stages if kind.stages_per_rank > 1 else stages[0], microbatches)
     listed = order.pipeline_order if kind.stages_per_rank > 1 else order._get_pipeline_order()
-    return tuple(_renumbered(kind, _plain(listed[rank])) for rank in range(ranks))
+    return tuple(_plain(listed[rank], kind) for rank in range(ranks))
 
 
 def _stage(index: int, ranks: int, kind: Kind) -> SimpleNamespace:
@@ -223,25 +223,17 @@ def _stage(index: int, ranks: int, kind: Kind) -> SimpleNamespace:
     )
 
 
-def _plain(listed: Sequence[Any]) -> list[Action]:
-    plain = []
-    for one in listed:
-        for each in (one.sub_actions or (one,)) if one is not None else ():  # a pair runs one after the other
-            if each.computation_type.value in (FORWARD, BACKWARD, INPUT, WEIGHT):
-                plain.append(Action(each.computation_type.value, each.stage_index, each.microbatch_index))
-    return plain
-
-
-def _renumbered(kind: Kind, found: list[Action]) -> tuple[Action, ...]:
+def _plain(listed: Sequence[Any], kind: Kind) -> tuple[Action, ...]:
     """With one stage a rank micro-batches come in order; torch's printed 1F1B counts the last rank's from 1."""
-    if kind.stages_per_rank > 1:
-        return tuple(found)
-    count: Counter[str] = Counter()
-    numbered = []
-    for one in found:
-        numbered.append(one._replace(microbatch=count[one.kind]))
-        count[one.kind] += 1
-    return tuple(numbered)
+    count, plain = Counter[str](), list[Action]()
+    for one in (one for one in listed if one is not None):
+        for each in one.sub_actions or (one,):  # a pair runs one after the other
+            what = each.computation_type.value
+            if what in (FORWARD, BACKWARD, INPUT, WEIGHT):
+                number = each.microbatch_index if kind.stages_per_rank > 1 else count[what]
+                plain.append(Action(what, each.stage_index, number))
+                count[what] += 1
+    return tuple(plain)
 
 
 def simulate(

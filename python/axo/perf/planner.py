@@ -22,21 +22,19 @@ import gc
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from axo.grid import AXES, Grid
 from axo.perf import flops, memory, model
 from axo.perf import pipeline_schedule as schedules
-from axo.perf.layer_time import Costs, RunOptions
+from axo.perf.layer_time import Costs
 from axo.perf.machine import Machine
 from axo.perf.memory import Memory
 from axo.perf.request import ALGORITHMS as ALGORITHMS
-from axo.perf.request import MemoryOptions
 from axo.perf.request import Request as Request
+from axo.perf.run_options import RunOptions
 from axo.perf.stages import Stages, StageTimes, planned
-from axo.perf.workload import Workload
 
 DAY = 86400.0
 CACHE_LIMIT = 0.9  # of a GPU's memory may be filled with weights kept for their second use
@@ -61,11 +59,10 @@ SEARCHED = ("1f1b", "interleaved-1f1b", "zero-bubble")  # schedules that a searc
 
 @dataclass(frozen=True)
 class Candidate:
-    """One grid: its prediction, or the reason why it is left out. ``recompute``: blocks run again in backward."""
+    """One grid and how it is run: its prediction, or the reason why it is left out."""
 
     grid: Grid
     run: RunOptions
-    recompute: bool
     time: model.StepTime | None = None
     memory: Memory | None = None
     reason: str = ""
@@ -89,20 +86,14 @@ class Candidate:
         return 1 if self.stages is None else self.stages.ranks
 
     @property
-    def way(self) -> MemoryOptions:
-        """How it is run."""
-        return MemoryOptions(self.recomputes, self.run.zero, self.run.offload, self.run.sequence_parallel)
-
-    @property
-    def recomputes(self) -> str:
-        """``"none"``, ``"selective"`` or ``"full"``."""
-        return ("selective" if self.run.selective else "full") if self.recompute else "none"
-
-    @property
     def seconds(self) -> float:
         """Predicted time of a step; of a candidate that fits."""
         assert self.time is not None
         return self.time.total
+
+    def keeping(self, share: float) -> Candidate:
+        """The same with another share of the gathered weights kept."""
+        return replace(self, run=self.run._replace(cached_gathers=share))
 
 
 @dataclass(frozen=True)
@@ -117,17 +108,12 @@ class GridPlan:
     def best(self) -> Candidate:
         return self.ranked[0]
 
-    def workload(self, candidate: Candidate) -> Workload:
-        """The model as a candidate runs it."""
-        return self.request.model(candidate.recompute)
-
     def step_flops(
         self, candidate: Candidate | None = None, *, model_flops: bool = False, full_attention: bool = False
     ) -> float:
         """Hardware flops of one step (with recomputation), of the best candidate if none is given; or its model's."""
-        one = candidate or self.best
-        again = False if model_flops or one.run.selective else None
-        workload, tokens = self.workload(one), self.request.batch_tokens
+        again = (candidate or self.best).run.recompute == "full" and not model_flops
+        workload, tokens = self.request.workload, self.request.batch_tokens
         return flops.step_flops(workload, tokens, recompute=again, full_attention=full_attention)
 
     def percent_of_peak(
@@ -248,7 +234,7 @@ def plan(request: Request, grids: Iterable[Grid] | None = None) -> GridPlan:
 
 
 def _considered(request: Request, grids: Iterable[Grid] | None) -> Iterator[Candidate]:
-    costs = Costs(request.machine, request.workload.seq_length)
+    costs = request.costs()
     if "axonn" in request.algorithms:
         for stages in request.pipeline:
             if request.gpus % stages == 0:
@@ -264,53 +250,12 @@ def tesseract_grids(ranks: int) -> list[Grid]:
     return [grid for grid in Grid.all(ranks) if grid.x == grid.y > 1 and grid.z <= grid.x]
 
 
-class _Setup(NamedTuple):
-    """One way to run a grid: the model as it runs, the options, and the stages where there are several."""
-
-    workload: Workload
-    run: RunOptions
-    stages: Stages | None
-
-    def time(self, grid: Grid, costs: Costs) -> model.StepTime:
-        """Predict a step."""
-        if self.stages is None:
-            return model.predict(self.workload, grid, costs.machine, self.run, costs)
-        return StageTimes(self.workload, grid, costs.machine, self.run, costs).predict(self.stages)
-
-    def memory(self, grid: Grid, costs: Costs) -> Memory:
-        """What the fullest rank holds."""
-        if self.stages is None:
-            return memory.of_model(costs, self.workload, grid, self.run)
-        return StageTimes(self.workload, grid, costs.machine, self.run, costs).memory(self.stages)
-
-    def keeping(self, share: float) -> _Setup:
-        """The same with another share of the gathered weights kept."""
-        return self._replace(run=replace(self.run, cached_gathers=share))
-
-    def fitted(self, request: Request, grid: Grid, costs: Costs) -> tuple[_Setup, Memory]:
-        """The same with as many gathered weights kept as fit, where the request leaves that open; and its memory."""
-        full = self.memory(grid, costs)
-        settled = request.gather != "auto" or not self.run.cached_gathers
-        if settled or (self.stages is not None and full.fits(costs.machine)):
-            return self, full
-        none = self.keeping(0.0)
-        least = none.memory(grid, costs)
-        if not least.fits(costs.machine):
-            return none, least
-        some = self.keeping(share_that_fits(costs.machine, full, least))
-        return some, some.memory(grid, costs)
-
-    def candidate(self, grid: Grid, held: Memory, time: model.StepTime | None = None, reason: str = "") -> Candidate:
-        """What is said of it."""
-        return Candidate(grid, self.run, self.workload.checkpointed, time, held, reason, self.stages)
-
-
 def consider(
     request: Request,
     grid: Grid,
     stages: int = 1,
     costs: Costs | None = None,
-    tried: list[MemoryOptions] | None = None,
+    tried: Sequence[RunOptions] | None = None,
     algorithm: str = "axonn",
 ) -> Candidate:
     """Predict one grid, or say why it is left out; with ``search`` or stages the fastest way to run it.
@@ -321,8 +266,8 @@ def consider(
         tried: The ways that are tried; None: all of the request.
         algorithm: One of ``ALGORITHMS``.
     """
-    costs = costs or Costs(request.machine, request.workload.seq_length)
-    none = Candidate(grid, request.run_options(algorithm=algorithm), request.workload.checkpointed,
+    costs = costs or request.costs()
+    none = Candidate(grid, request.run_options(algorithm=algorithm),
                      stages=Stages(stages, request.schedules[0], (0, 0)) if stages > 1 else None)  # fmt: skip
     reason, sizes = request.impossible(grid, algorithm), list[tuple[int, int]]()
     if not reason:
@@ -334,26 +279,57 @@ def consider(
     best: Candidate | None = None
     nearest: Candidate | None = None
     floors: dict[tuple[object, ...], float] = {}
-    for way in request.ways(grid, algorithm) if tried is None else tried:
-        setups = _setups(request, grid, way, sizes, none, costs)
-        for setup in setups if stages > 1 else _that_fit(request, grid, setups, costs):
+    for run in request.ways(grid, algorithm) if tried is None else tried:
+        every = _sized(request, replace(none, run=run), sizes, costs)
+        for one in every if stages > 1 else _that_fit(request, every, costs):
             time = None
             if best is not None:
-                as_none = (way[1:], setup.run.micro_batches, setup.stages)
-                if floors.get(as_none, 0.0) < best.seconds:  # recomputation is not faster than none
-                    time = setup.time(grid, costs)
-                    floors.setdefault(as_none, time.total)
-                if time is None or time.total >= best.seconds:
+                as_none = (one.run._replace(recompute="none"), one.stages)
+                if floors.get(as_none, 0.0) >= best.seconds:  # recomputation is not faster than none
+                    continue
+                time = _time(request, one, costs)
+                floors.setdefault(as_none, time.total)
+                if time.total >= best.seconds:
                     continue  # nor is it faster with less weights kept
-            fitted, held = setup.fitted(request, grid, costs)
-            if not held.fits(request.machine):
-                if nearest is None or nearest.memory is None or held.total < nearest.memory.total:
-                    nearest = fitted.candidate(grid, held, reason=_needs(request, held))
+            fitted = _fitted(request, one, costs)
+            assert fitted.memory is not None
+            if not fitted.memory.fits(request.machine):
+                if nearest is None or nearest.memory is None or fitted.memory.total < nearest.memory.total:
+                    nearest = replace(fitted, reason=_needs(request, fitted.memory))
                 continue
-            time = time if time is not None and fitted is setup else fitted.time(grid, costs)
+            if time is None or fitted.run is not one.run:
+                time = _time(request, fitted, costs)
             if best is None or time.total < best.seconds:
-                best = fitted.candidate(grid, held, time)
+                best = replace(fitted, time=time)
     return best or nearest or replace(none, reason=_no_stages(request, stages, sizes))
+
+
+def _time(request: Request, one: Candidate, costs: Costs) -> model.StepTime:
+    """Predict a step."""
+    if one.stages is None:
+        return model.predict(request.workload, one.grid, request.machine, one.run, costs)
+    return StageTimes(request.workload, one.grid, request.machine, one.run, costs).predict(one.stages)
+
+
+def _memory(request: Request, one: Candidate, costs: Costs) -> Memory:
+    """What the fullest rank holds."""
+    if one.stages is None:
+        return memory.of_model(costs, request.workload, one.grid, one.run)
+    return StageTimes(request.workload, one.grid, request.machine, one.run, costs).memory(one.stages)
+
+
+def _fitted(request: Request, one: Candidate, costs: Costs) -> Candidate:
+    """The same with as many gathered weights kept as fit, where the request leaves that open; and its memory."""
+    full = _memory(request, one, costs)
+    settled = request.gather != "auto" or not one.run.cached_gathers
+    if settled or (one.stages is not None and full.fits(request.machine)):
+        return replace(one, memory=full)
+    none = one.keeping(0.0)
+    least = _memory(request, none, costs)
+    if not least.fits(request.machine):
+        return replace(none, memory=least)
+    some = one.keeping(share_that_fits(request.machine, full, least))
+    return replace(some, memory=_memory(request, some, costs))
 
 
 def _needs(request: Request, held: Memory) -> str:
@@ -368,41 +344,39 @@ def _state(request: Request, grid: Grid, ranks: int) -> Memory:
     return Memory(each, 0.0, moments, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def _setups(
-    request: Request, grid: Grid, way: MemoryOptions, sizes: list[tuple[int, int]], like: Candidate, costs: Costs
-) -> list[_Setup]:
+def _sized(request: Request, one: Candidate, sizes: list[tuple[int, int]], costs: Costs) -> list[Candidate]:
     """The micro-batches and stages in which a way to run a grid is tried, with all weights kept that may be kept."""
-    workload, ranks = request.model(way.recompute != "none"), like.pipeline
-    share = 0.0 if request.gather == "drop" or like.algorithm != "axonn" else 1.0
-    if grid.z == 1 and (ranks > 1 or request.gather == "auto"):
+    ranks, run = one.pipeline, one.run
+    share = 0.0 if request.gather == "drop" or one.algorithm != "axonn" else 1.0
+    if one.grid.z == 1 and (ranks > 1 or request.gather == "auto"):
         share = 0.0
-    setups = []
+    every = []
     for pieces, rows in sizes:
-        run = request.run_options(way, micro_batches=pieces, rows=rows, cached_gathers=share, algorithm=like.algorithm)
+        sized = run._replace(micro_batches=pieces, rows=rows, cached_gathers=share)
+        for schedule in request.schedules if ranks > 1 else ():
+            stages = _stages(request, ranks, schedule, pieces, costs)
+            splits = schedules.schedule_kind(schedule).splits
+            if isinstance(stages, Stages) and not (run.recompute != "none" and splits):
+                every.append(Candidate(one.grid, sized, stages=stages))
         if ranks == 1:
-            setups.append(_Setup(workload, run, None))
-            continue
-        for schedule in request.schedules:
-            stages = _stages(workload, ranks, schedule, pieces, costs)
-            if isinstance(stages, Stages) and not (workload.checkpointed and schedules.schedule_kind(schedule).splits):
-                setups.append(_Setup(workload, run, stages))
-    return setups
+            every.append(Candidate(one.grid, sized))
+    return every
 
 
-def _that_fit(request: Request, grid: Grid, setups: list[_Setup], costs: Costs) -> list[_Setup]:
+def _that_fit(request: Request, every: list[Candidate], costs: Costs) -> list[Candidate]:
     """Of one way in more and more micro-batches, those from the fewest that fit on; without search this one alone.
 
     None fits: the last. Smaller micro-batches need less, but that from the second on gradients are added up.
     """
 
-    def fits(setup: _Setup) -> bool:
-        least = setup if request.gather != "auto" else setup.keeping(0.0)
-        return least.memory(grid, costs).fits(request.machine)
+    def fits(one: Candidate) -> bool:
+        least = one if request.gather != "auto" else one.keeping(0.0)
+        return _memory(request, least, costs).fits(request.machine)
 
-    first = 0 if fits(setups[0]) else bisect.bisect_left(setups, True, 1, key=fits)
-    if first == len(setups):
-        return setups[-1:]
-    return setups[first:] if request.search else setups[first : first + 1]
+    first = 0 if fits(every[0]) else bisect.bisect_left(every, True, 1, key=fits)
+    if first == len(every):
+        return every[-1:]
+    return every[first:] if request.search else every[first : first + 1]
 
 
 def _sizes(request: Request, grid: Grid, stages: int) -> tuple[str, list[tuple[int, int]]]:
@@ -430,19 +404,19 @@ def _sizes(request: Request, grid: Grid, stages: int) -> tuple[str, list[tuple[i
     return "", [(pieces, -(-mine // pieces) * grid.z * request.workload.seq_length) for pieces in counts]
 
 
-def _stages(workload: Workload, ranks: int, schedule: str, pieces: int, costs: Costs) -> Stages | str:
+def _stages(request: Request, ranks: int, schedule: str, pieces: int, costs: Costs) -> Stages | str:
     """The stages of so many micro-batches, or why there are none."""
     try:
         schedules.check(schedule, pieces, ranks)
-        return costs.once((ranks, schedule), lambda: planned(workload, ranks, schedule))
+        return costs.once((ranks, schedule), lambda: planned(request.workload, ranks, schedule))
     except ValueError as error:
         return str(error)
 
 
 def _no_stages(request: Request, ranks: int, sizes: list[tuple[int, int]]) -> str:
     """Why none of the schedules suits."""
-    costs = Costs(request.machine, request.workload.seq_length)
-    tried = [_stages(request.workload, ranks, name, pieces, costs) for pieces, _ in sizes for name in request.schedules]
+    costs = request.costs()
+    tried = [_stages(request, ranks, name, pieces, costs) for pieces, _ in sizes for name in request.schedules]
     wrong = [stages for stages in tried if isinstance(stages, str)]
     return wrong[-1] if wrong else "recomputation where backward is split is not planned"
 
@@ -477,26 +451,18 @@ def _kind(reason: str) -> str:
 
 def _more_gpus(request: Request) -> str:
     """Name the smallest doubling of the GPUs on which some grid fits, as 'N GPUs, or '."""
-    gpus = request.gpus
-    while gpus < 2**17:
-        gpus *= 2
-        larger = replace(request, gpus=gpus)
-        if any(not consider(larger, grid).reason for grid in Grid.all(gpus)):
-            return f"{gpus} GPUs, or "
-    return ""
+    doublings = (request.gpus << n for n in range(1, 18) if request.gpus << n < 2**18)
+    larger = (replace(request, gpus=gpus) for gpus in doublings)
+    fits = (one.gpus for one in larger if any(not consider(one, grid).reason for grid in Grid.all(one.gpus)))
+    return next((f"{gpus} GPUs, or " for gpus in fits), "")
 
 
 def _possible_counts(request: Request) -> list[int]:
     """Return the nearest numbers of GPUs below and above that divide the model and the batch."""
-    near = []
-    for step in (-1, 1):
-        gpus = request.gpus + step
-        for _ in range(64):
-            if gpus < 1:
-                break
-            if any(not request.impossible(grid) for grid in Grid.all(gpus)):
-                near.append(gpus)
-                break
-            gpus += step
-    biggest = 2 ** (request.sequences.bit_length() - 1)
-    return near or [biggest]
+
+    def nearest(step: int) -> list[int]:
+        counts = (gpus for gpus in range(request.gpus + step, request.gpus + 65 * step, step) if gpus > 0)
+        fits = (gpus for gpus in counts if any(not request.impossible(grid) for grid in Grid.all(gpus)))
+        return list(itertools.islice(fits, 1))
+
+    return nearest(-1) + nearest(1) or [2 ** (request.sequences.bit_length() - 1)]

@@ -31,48 +31,45 @@ _PARTS = {
     **{f"waiting for {axis}": COLORS[axis] for axis in AXES},
 }
 _PHASES = {"forward": "#3b6fb6", "backward": "#e08a3c", "product": "#5fc3d0", "dI": "#9a9a2e", "dW": "#8c5a44"}
+_LEGEND = {colour: phase for phase, colour in _PHASES.items()} | {"": "waiting"}
+_LEGEND |= {_PHASES["dI"]: "dI: gradients of inputs", _PHASES["dW"]: "dW: of weights"}
 _ACTIONS = {FORWARD: ("#3b6fb6", "#8fb3e0"), BACKWARD: ("#e08a3c", "#f2c08f"), INPUT: ("#5f9e6e", "#a8d3b2"),
             WEIGHT: ("#8c5a44", "#c39a87")}  # fmt: skip
 _MOST_BARS = 2000  # drawn one by one
 
 
-def plan_plots(made: GridPlan, simulation: Simulation | None = None) -> dict[str, bytes]:
+def plan_plots(plan: GridPlan, simulation: Simulation | None = None) -> dict[str, bytes]:
     """Return the plots of a plan: rank against time, stacked breakdown; the streams of a simulated step."""
     plots = {
-        "Step time of every grid, best first": png(_ranking(made)),
-        "Where the time goes, best grids": png(_breakdown(made)),
+        "Step time of every grid, best first": png(_ranking(plan)),
+        "Where the time goes, best grids": png(_breakdown(plan)),
     }
     if simulation is not None:
         plots["One simulated step"] = timeline(simulation.spans)
     return plots
 
 
-def _ranking(made: GridPlan) -> Any:
+def _ranking(plan: GridPlan) -> Any:
     figure, axes = new_figure(8.5, 3.8)
-    times = [candidate.time.total for candidate in made.ranked if candidate.time]
+    times = [candidate.seconds for candidate in plan.ranked]
     axes.plot(range(1, len(times) + 1), times, ".", ms=4, color=COLORS["products"])
     axes.set(xlabel="rank of the grid", ylabel="predicted step time, s", yscale="log", xlim=(0, len(times) + 1))
     plain_log(axes.yaxis)
-    for number, candidate in enumerate(made.ranked[:1], 1):
-        axes.annotate(
-            f"{candidate.grid}, {times[0]:.2f} s",
-            (number, times[0]),
-            xytext=(14, 70),
-            textcoords="offset points",
-            arrowprops={"arrowstyle": "->", "color": "#566173"},
-        )
-    axes.set_title(f"{len(times)} grids fit, {len(made.left_out)} do not", fontsize=10)
+    label, arrow = f"{plan.best.grid}, {times[0]:.2f} s", {"arrowstyle": "->", "color": "#566173"}
+    axes.annotate(label, (1, times[0]), xytext=(14, 70), textcoords="offset points", arrowprops=arrow)
+    axes.set_title(f"{len(times)} grids fit, {len(plan.left_out)} do not", fontsize=10)
     return figure
 
 
-def _breakdown(made: GridPlan) -> Any:
-    best = made.ranked[:15]
+def _breakdown(plan: GridPlan) -> Any:
+    best = plan.ranked[:15]
     times = [candidate.time for candidate in best if candidate.time]
-    parts = {"products": [time.compute for time in times]}
-    parts["products slowed by hidden communication"] = [time.contention for time in times]
-    parts |= {f"waiting for {axis}": [time.exposed[axis] for time in times] for axis in AXES}
-    parts["optimizer"] = [time.optimizer for time in times]
-    return bars([str(candidate.grid) for candidate in best], parts)
+    return bars([str(candidate.grid) for candidate in best], {
+        "products": [time.compute for time in times],
+        "products slowed by hidden communication": [time.contention for time in times],
+        **{f"waiting for {axis}": [time.exposed[axis] for time in times] for axis in AXES},
+        "optimizer": [time.optimizer for time in times],
+    })  # fmt: skip
 
 
 def bars(names: list[str], parts: dict[str, list[float]]) -> Any:
@@ -91,29 +88,36 @@ def bars(names: list[str], parts: dict[str, list[float]]) -> Any:
 
 
 def timeline(spans: list[Span], title: str = "") -> bytes:
-    """Return one rank's step as a PNG: a lane for each stream that has something in it, waits hatched."""
+    """Return one rank's step as a PNG: a lane for each stream that has something in it, waits hatched; s, or ms."""
     lanes = [stream for stream in STREAMS if any(span.stream == stream for span in spans)]
     first = min((span.start for span in spans), default=0.0)
-    total = 1e3 * (max((span.end for span in spans), default=0.0) - first) or 1.0
-    figure, axes = new_figure(10, 0.6 * len(lanes) + 1.4)
+    seconds = max((span.end for span in spans), default=0.0) - first
+    scale, unit = (1, "s") if seconds >= 2 else (1e3, "ms")
+    total, named = scale * seconds or 1.0, set[str]()
+    figure, axes = new_figure(10, 0.6 * len(lanes) + 1.7)
     for lane, stream in enumerate(lanes):
         bars: dict[str, list[tuple[float, float]]] = {}  # by colour; "": waits
         for span in sorted((span for span in spans if span.stream == stream), key=lambda span: span.start):
             colour = "" if span.waits else _PHASES.get(span.name.rpartition(" ")[2], COLORS.get(stream, "#9aa3ad"))
-            bars.setdefault(colour, []).append((1e3 * (span.start - first), 1e3 * (span.end - span.start)))
+            bars.setdefault(colour, []).append((scale * (span.start - first), scale * (span.end - span.start)))
         for colour, of_colour in bars.items():
+            label = _LEGEND.get(colour) if colour not in named else None
+            named.add(colour)
             axes.broken_barh(
                 _merge(of_colour, total) if len(spans) > _MOST_BARS else of_colour,
                 (lane - 0.4, 0.8),
                 facecolors=colour or "none",
                 edgecolor="white" if colour else "black",
                 hatch=None if colour else "////",
+                label=label,
                 linewidth=0.3 if len(spans) <= _MOST_BARS else 0,
             )
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
-    axes.set(xlabel="ms", xlim=(0, total))
+    axes.set(xlabel=unit, xlim=(0, total))
     axes.set_title(title, fontsize=10, loc="left")
+    if named & set(_LEGEND):
+        figure.legend(fontsize=8, ncols=6, loc="outside lower center")
     return png(figure)
 
 
@@ -128,17 +132,17 @@ def _merge(spans: list[tuple[float, float]], total: float) -> list[tuple[float, 
     return [(start, max(end - start, total / 2000)) for start, end in merged]
 
 
-def pipeline_timeline(found: Timeline, title: str = "") -> bytes:
+def pipeline_timeline(timeline: Timeline, title: str = "") -> bytes:
     """Return a pipeline's step as a PNG: ranks down, time across, the number of the micro-batch in each action.
 
     Lighter shades are later stages of the same rank.
     """
-    total = found.seconds or 1.0
-    figure, axes = new_figure(12, 0.5 * found.ranks + 1.6)
+    total = timeline.seconds or 1.0
+    figure, axes = new_figure(12, 0.5 * timeline.ranks + 1.6)
     axes.grid(False)
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for one in found.ran:
-        colour, seconds = _ACTIONS[one.action.kind][one.action.stage >= found.ranks], one.end - one.start
+    for one in timeline.ran:
+        colour, seconds = _ACTIONS[one.action.kind][one.action.stage >= timeline.ranks], one.end - one.start
         bars.setdefault((one.rank, colour), []).append((one.start, seconds))
         if 12 * 130 / total * seconds > 14:  # pixels, about
             axes.text(
@@ -147,13 +151,13 @@ def pipeline_timeline(found: Timeline, title: str = "") -> bytes:
     for (rank, colour), of_rank in bars.items():
         axes.broken_barh(of_rank, (rank - 0.45, 0.9), facecolors=colour, edgecolor="white", linewidth=0.4)
     names = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward: inputs", WEIGHT: "backward: weights"}
-    for kind in dict.fromkeys(one.action.kind for one in found.ran):
+    for kind in dict.fromkeys(one.action.kind for one in timeline.ran):
         axes.broken_barh([], (0, 0), facecolors=_ACTIONS[kind][0], label=names[kind])
-    axes.set_yticks(range(found.ranks), [f"rank {rank}" for rank in range(found.ranks)])
+    axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
     axes.invert_yaxis()
     axes.set(xlabel="s", xlim=(0, total))
     axes.set_title(title, fontsize=10, loc="left")
-    axes.legend(fontsize=8, ncols=4, loc="upper right", bbox_to_anchor=(1, 1 + 0.75 / (0.5 * found.ranks)))
+    axes.legend(fontsize=8, ncols=4, loc="upper right", bbox_to_anchor=(1, 1 + 0.75 / (0.5 * timeline.ranks)))
     return png(figure)
 
 

@@ -62,10 +62,7 @@ def shapes(workload: Workload, ranks: int, rows: int) -> list[tuple[int, int, in
     """Return the (m, k, n) of a model's products on the grids that give all ranks to x, to y or to z."""
     products = []
     for grid in dict.fromkeys((Grid(), Grid(x=ranks), Grid(y=ranks), Grid(z=ranks))):
-        for block in workload.blocks:
-            for layer in block.layers:
-                if layer.kind == "linear":
-                    products.append((chunk(rows, grid.z), *layer.local_sizes(grid)))
+        products += [(chunk(rows, grid.z), *layer.local_sizes(grid)) for _, layer in workload.products]
     return list(dict.fromkeys(products))
 
 
@@ -184,17 +181,16 @@ def _timed(comms: Communicators, repeats: int, run: Callable[[], object]) -> lis
     """Time ``run`` on all ranks at once: for each repeat the slowest rank's seconds."""
     import torch
 
-    on_gpu = torch.device(comms.device).type != "cpu"
+    on_cpu = torch.device(comms.device).type == "cpu"
+    synchronize: Callable[[], object] = nullcontext if on_cpu else torch.accelerator.synchronize
     run()
     seconds_each = []
     for _ in range(repeats):
         comms.world.barrier()
-        if on_gpu:
-            torch.accelerator.synchronize()
+        synchronize()
         started = time.perf_counter()
         run()
-        if on_gpu:
-            torch.accelerator.synchronize()
+        synchronize()
         seconds_each.append(time.perf_counter() - started)
     seconds = torch.tensor(seconds_each, dtype=torch.float64, device=comms.device)
     if comms.grid.world_size > 1:

@@ -17,13 +17,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
 
 from axo import files
-from axo.perf.workload import Experts, Workload, gpt, unet
+from axo.perf.workload import Experts, Workload, gpt, sample_length, unet
 
 _DATA = Path(__file__).parent / "data"
 _USE = "use a model of the papers (gpt-5b, unet-1b), a LitGPT name, a config.json or a model_config.yaml"
@@ -44,13 +43,12 @@ def known() -> list[str]:
     ]
 
 
-def read(name: str, *, seq_length: int | None = None, checkpointed: bool = True) -> Workload:
+def read(name: str, *, seq_length: int | None = None) -> Workload:
     """Read a model by name or file.
 
     Args:
         name: See the module's docstring.
         seq_length: Tokens of a sample; None: 2048, or the model's longest if that is less.
-        checkpointed: Whether the repeated blocks run again before backward.
 
     Raises:
         ValueError: Unknown name, a file or model that cannot be read, or a length that is none.
@@ -59,12 +57,8 @@ def read(name: str, *, seq_length: int | None = None, checkpointed: bool = True)
         raise ValueError(f"sequence length {seq_length} is not at least 1")
     path = Path(name)
     if path.suffix in (".json", ".yaml", ".yml"):
-        workload = _from_file(path, seq_length)
-    elif name.lower() in known():
-        workload = _from_papers(name.lower(), seq_length)
-    else:
-        workload = _from_litgpt_name(name, seq_length)
-    return workload.with_checkpointing(checkpointed)
+        return _from_file(path, seq_length)
+    return _from_papers(name.lower(), seq_length) if name.lower() in known() else _from_litgpt_name(name, seq_length)
 
 
 def _from_papers(name: str, seq_length: int | None) -> Workload:
@@ -100,65 +94,40 @@ def _from_file(path: Path, seq_length: int | None) -> Workload:
 
 
 def _from_litgpt_name(name: str, seq_length: int | None) -> Workload:
-    if importlib.util.find_spec("litgpt") is None:
-        near = _nearest(name, known())
-        raise ValueError(
-            f"model {name!r} is not known{near}; {_USE} (LitGPT is not installed: pip install 'axo[litgpt]')"
-        )
-    fields = litgpt_fields(name)
-    if fields is None:
-        near = _nearest(name, [*known(), *litgpt_module("litgpt.config").name_to_config])
-        raise ValueError(f"model {name!r} is not known{near}; {_USE}")
-    config = litgpt_module("litgpt.config").Config(**fields)
-    return replace(from_litgpt(vars(config), seq_length=seq_length), trained_as=str(fields["name"]))
+    litgpt = _litgpt_config()
+    fields: dict[str, Any] = {}
+    for one in litgpt.configs if litgpt is not None else ():
+        theirs, org = one["hf_config"].get("name"), one["hf_config"].get("org")
+        if name == one["name"] or (not fields and name in (theirs, f"{org}/{theirs}", f"{org}/{one['name']}")):
+            fields = dict(one)
+    if litgpt is None or not fields:
+        names = [*known(), *(litgpt.name_to_config if litgpt is not None else ())]
+        missing = "" if litgpt is not None else " (LitGPT is not installed: pip install 'axo[litgpt]')"
+        raise ValueError(f"model {name!r} is not known{nearest(name, names)}; {_USE}{missing}")
+    return replace(from_litgpt(vars(litgpt.Config(**fields)), seq_length=seq_length), trained_as=str(fields["name"]))
 
 
-def litgpt_fields(name: str) -> dict[str, Any] | None:
-    """The fields of LitGPT's configuration of that name, LitGPT's or Hugging Face's; None: there is none."""
-    litgpt = litgpt_module("litgpt.config")
-    if name in litgpt.name_to_config:
-        return dict(litgpt.name_to_config[name])
-    for fields in litgpt.configs:
-        hugging_face = fields["hf_config"]
-        theirs, org = hugging_face.get("name"), hugging_face.get("org")
-        if name in (theirs, f"{org}/{theirs}", f"{org}/{fields['name']}"):
-            return dict(fields)
-    return None
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The middle of a sentence that refuses a model: up to four names that may have been meant; empty: none is near."""
     by_lower = {each.lower(): each for each in names}
     near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), by_lower, n=4, cutoff=0.4)
     return f"; the nearest are {', '.join(by_lower[match] for match in near)}" if near else ""
 
 
-def litgpt_file(name: str) -> Path:
-    """The source of a module of LitGPT's.
-
-    Raises:
-        ModuleNotFoundError: LitGPT is not installed.
-    """
+@lru_cache(maxsize=1)
+def _litgpt_config() -> Any:
+    """The module ``litgpt.config`` alone, since the rest takes many seconds to import; None: there is no LitGPT."""
+    if "litgpt.config" in sys.modules:
+        return sys.modules["litgpt.config"]
     package = importlib.util.find_spec("litgpt")
     if package is None or not package.submodule_search_locations:
-        raise ModuleNotFoundError("No module named 'litgpt'", name="litgpt")
-    return Path(package.submodule_search_locations[0], *name.split(".")[1:]).with_suffix(".py")
-
-
-def litgpt_module(name: str) -> ModuleType:
-    """A module of LitGPT's that needs no other of its modules (``litgpt.config``, ``litgpt.args``), without them."""
-    if name in sys.modules:
-        return sys.modules[name]
-    alone = f"axo_{name.replace('.', '_')}"
-    if alone not in sys.modules:
-        spec = importlib.util.spec_from_file_location(alone, litgpt_file(name))
-        assert spec is not None and spec.loader is not None
-        sys.modules[alone] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[alone])
-        except BaseException:
-            del sys.modules[alone]
-            raise
-    return sys.modules[alone]
+        return None
+    file = Path(package.submodule_search_locations[0], "config.py")
+    spec = importlib.util.spec_from_file_location("axo_litgpt_config", file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclass looks for itself there
+    spec.loader.exec_module(module)
+    return module
 
 
 def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> Workload:
@@ -180,17 +149,21 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
         stacks = [run for run in ((dense, None), (layers - dense, experts)) if run[0]]
     norm_qk = ("all" if config.get("norm_qk_type") == "olmo2" else "heads") if config.get("norm_qk") else ""
     pre_norms = config.get("norm_1", True) + (config.get("norm_2", True) and not config.get("shared_attention_norm"))
-    heads = _field(config, name, "n_head")
+    heads, hidden = _field(config, name, "n_head"), _field(config, name, "n_embd")
+    head_size = _optional(config, name, "head_size")
+    if not head_size and hidden % heads:
+        raise ValueError(f"model {name!r}: {heads} heads do not divide the width {hidden}, and there is no head_size")
+    longest = config.get("block_size")
     workload = gpt(
         name,
         layers=layers,
-        hidden=_field(config, name, "n_embd"),
+        hidden=hidden,
         heads=heads,
         kv_heads=_optional(config, name, "n_query_groups") or heads,
-        head_size=_head_size(config, name, "head_size", heads),
+        head_size=head_size,
         intermediate=_optional(config, name, "intermediate_size"),
         vocab=_optional(config, name, "padded_vocab_size") or _field(config, name, "vocab_size"),
-        seq_length=_seq_length(seq_length, config.get("block_size")),
+        seq_length=seq_length or sample_length(longest),
         gated=kind in ("LLaMAMLP", "GemmaMLP", "LLaMAMoE"),
         bias=bool(config.get("bias", True)),
         qkv_bias=bool(config.get("attn_bias", False) or config.get("bias", True)),
@@ -203,10 +176,9 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
         stacks=stacks,
         caps=(bool(config.get("attention_logit_softcapping")), bool(config.get("final_logit_softcapping"))),
     )
-    size = _optional(config, name, "head_size") or workload.hidden // heads
-    turned = int(size * config.get("rotary_percentage", 0.25)) * (2 if config.get("rope_indices") else 1)
-    longest = config.get("block_size") or 0
-    return replace(workload, longest=longest, tables=2 * workload.seq_length * turned)  # sines and cosines
+    turned = int((head_size or hidden // heads) * config.get("rotary_percentage", 0.25))
+    sines = 2 * workload.seq_length * turned * (2 if config.get("rope_indices") else 1)  # and cosines
+    return replace(workload, longest=longest or 0, tables=sines)
 
 
 def _field(config: Mapping[str, Any], name: str, *names: str) -> int:
@@ -222,18 +194,3 @@ def _field(config: Mapping[str, Any], name: str, *names: str) -> int:
 def _optional(config: Mapping[str, Any], name: str, field: str) -> int:
     """A count that may be missing, null or 0: 0 then."""
     return _field(config, name, field) if config.get(field) else 0
-
-
-def _head_size(config: Mapping[str, Any], name: str, field: str, heads: int) -> int:
-    """Width of a head where the configuration says so; 0: the hidden size over the heads, which must divide it."""
-    size = _optional(config, name, field)
-    hidden = _field(config, name, "hidden_size", "n_embd")
-    if not size and hidden % heads:
-        raise ValueError(f"model {name!r}: {heads} heads do not divide the width {hidden}, and there is no {field}")
-    return size
-
-
-def _seq_length(asked: int | None, longest: Any) -> int:
-    if asked is not None:
-        return asked
-    return min(2048, longest) if isinstance(longest, int) and longest > 0 else 2048

@@ -6,43 +6,21 @@ It checks what it is given; ``axo.perf.planner`` plans it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from axo.arrangement import ARRANGEMENTS
 from axo.grid import Grid
 from axo.perf import pipeline_schedule as schedules
-from axo.perf.layer_time import OVERLAPS, PRECISIONS, RunOptions
+from axo.perf.layer_time import Costs
 from axo.perf.machine import Machine
+from axo.perf.run_options import OVERLAPS, PRECISIONS, RECOMPUTATION, RunOptions
 from axo.perf.workload import Workload
 
 GATHERS = ("auto", "keep", "drop")
 ALGORITHMS = ("axonn", "tesseract")
 PLANNED = ("bf16-mixed", "bf16-true")
-RECOMPUTATION = ("none", "selective", "full")
 MOST_GPUS = 2**20
-
-
-class MemoryOptions(NamedTuple):
-    """How a grid is run: what a search tries beside micro-batches.
-
-    ``recompute``: one of ``RECOMPUTATION``; ``offload``: the optimizer's state in the host's memory.
-    """
-
-    recompute: str
-    zero: int
-    offload: bool
-    sequence_parallel: bool
-
-    @property
-    def text(self) -> str:
-        """It in words: ``full recomputation, ZeRO-2``."""
-        said = [] if self.recompute == "none" else [f"{self.recompute} recomputation"]
-        said += [f"ZeRO-{self.zero}"] if self.zero else []
-        said += ["optimizer offloaded"] if self.offload else []
-        said += ["tokens over x"] if self.sequence_parallel else []
-        return ", ".join(said) or "no recomputation"
 
 
 @dataclass(frozen=True)
@@ -59,16 +37,16 @@ class Request:
         gather: "keep" gathered weights until backward, "drop" them, or "auto": keep as many as fit.
         zero: 1 cuts the optimizer's state over data, 2 the gradients too.
         precision: "bf16-mixed" or "bf16-true"; machine files know the rates of bf16 products.
-        micro_batches: Pieces that a rank's rows are run in; 0: as few as fit.
         search: Look beside the grid for the best of recomputation (none, selective, full), ZeRO (0, 2), micro-batches,
             sequence parallelism and offload; else these are as said here, with the fewest micro-batches that fit.
-        selective: Recomputation keeps the results of products and of attention.
-        offload: The optimizer's state lies in the host's memory.
-        sequence_parallel: The tokens of the residual stream are split over x.
-        pipeline: Numbers of stages (ranks of a pipeline) that are tried; (1,): none.
-        schedules: Of stages.
+        micro_batches: Pieces that a rank's rows are run in; 0: as few as fit.
         algorithms: How products may be distributed: "axonn", "tesseract" (SUMMA is its grids of z = 1), which is not
             searched.
+        recompute: "full", "selective" (it keeps the results of products and of attention) or "none".
+        pipeline: Numbers of stages (ranks of a pipeline) that are tried; (1,): none.
+        schedules: Of stages.
+        offload: The optimizer's state lies in the host's memory.
+        sequence_parallel: The tokens of the residual stream are split over x.
     """
 
     workload: Workload
@@ -83,7 +61,7 @@ class Request:
     search: bool = False
     micro_batches: int = 0
     algorithms: tuple[str, ...] = ("axonn",)
-    selective: bool = False
+    recompute: str = "full"
     pipeline: tuple[int, ...] = (1,)
     schedules: tuple[str, ...] = ("1f1b",)
     offload: bool = False
@@ -96,54 +74,64 @@ class Request:
         for name in self.schedules:
             schedules.schedule_kind(name)
 
-    def _mistakes(self) -> Iterator[tuple[bool, str]]:
+    def _mistakes(self) -> list[tuple[bool, str]]:
         """What may be wrong: whether it is, and how that is said."""
-        yield not _is_count(self.gpus, 1), f"gpus={self.gpus!r} is not a count; use a whole number of at least 1"
-        yield self.gpus > MOST_GPUS, f"gpus={self.gpus} is more than any machine has; use at most {MOST_GPUS}"
-        pieces = self.micro_batches
-        yield not _is_count(pieces, 0), f"micro_batches={pieces!r} is not a count; use 0 for as few as fit"
-        for name in ("search", "offload", "sequence_parallel"):
-            value = getattr(self, name)
-            yield not isinstance(value, bool), f"{name}={value!r} is not a switch; use True or False"
-            both = name != "search" and value and "tesseract" in self.algorithms
-            yield both, f"the planner knows no {name} with Tesseract; leave one of them out"
-        yield (
-            self.sequence_parallel and not self.workload.splits_tokens,
+        model, length, strange = self.workload, self.workload.seq_length, sorted(self.overlap - set(OVERLAPS))
+        switches = {name: getattr(self, name) for name in ("search", "offload", "sequence_parallel")}
+        square = "tesseract" in self.algorithms
+        words = (("gather", GATHERS, "known"), ("precision", PLANNED, "planned"), ("recompute", RECOMPUTATION, "known"))
+        named = [
             (
-                f"{self.workload.name} has experts or is no transformer: its tokens cannot be split over x; leave"
-                " sequence_parallel out"
+                getattr(self, name) not in known,
+                f"{name}={getattr(self, name)!r} is not {verb}; use one of {', '.join(known)}",
+            )
+            for name, known, verb in words
+        ]
+        return [
+            (not _is_count(self.gpus, 1), f"gpus={self.gpus!r} is not a count; use a whole number of at least 1"),
+            (self.gpus > MOST_GPUS, f"gpus={self.gpus} is more than any machine has; use at most {MOST_GPUS}"),
+            (
+                not _is_count(self.micro_batches, 0),
+                f"micro_batches={self.micro_batches!r} is not a count; use 0 for as few as fit",
             ),
-        )
-        length = self.workload.seq_length
-        yield self.batch_tokens < length, f"a batch of {self.batch_tokens} tokens is less than one sequence of {length}"
-        for name, known, verb in (("gather", GATHERS, "known"), ("precision", PLANNED, "planned")):
-            value = getattr(self, name)
-            yield value not in known, f"{name}={value!r} is not {verb}; use one of {', '.join(known)}"
-        yield self.zero not in (0, 1, 2), f"zero={self.zero!r} is not a stage; use 0, 1 or 2 (stage 3 is the axis z)"
-        algorithms = self.algorithms
-        yield (
-            not algorithms or bool(set(algorithms) - set(ALGORITHMS)),
-            (f"algorithms={algorithms!r} is not known; use some of {', '.join(ALGORITHMS)}"),
-        )
-        yield (
-            not self.pipeline or not all(_is_count(count, 1) for count in self.pipeline),
-            (f"pipeline={self.pipeline!r} are not counts of stages; use some of at least 1"),
-        )
-        yield (
-            self.selective and not self.workload.checkpointed,
-            ("selective says what recomputation keeps; leave blocks checkpointed"),
-        )
-        strange = ", ".join(sorted(self.overlap - set(OVERLAPS)))
-        yield bool(strange), f"overlap {strange} is not known; use {', '.join(OVERLAPS)} or none"
+            *(
+                (not isinstance(value, bool), f"{name}={value!r} is not a switch; use True or False")
+                for name, value in switches.items()
+            ),
+            *(
+                (square and switches[name], f"the planner knows no {name} with Tesseract; leave one of them out")
+                for name in ("offload", "sequence_parallel")
+            ),
+            (
+                self.sequence_parallel and not model.splits_tokens,
+                f"{model.name} has experts or is no transformer: its tokens cannot be split over x; leave"
+                " sequence_parallel out",
+            ),
+            (
+                self.batch_tokens < length,
+                f"a batch of {self.batch_tokens} tokens is less than one sequence of {length}",
+            ),
+            *named,
+            (self.zero not in (0, 1, 2), f"zero={self.zero!r} is not a stage; use 0, 1 or 2 (stage 3 is the axis z)"),
+            (
+                not self.algorithms or bool(set(self.algorithms) - set(ALGORITHMS)),
+                f"algorithms={self.algorithms!r} is not known; use some of {', '.join(ALGORITHMS)}",
+            ),
+            (
+                not self.pipeline or not all(_is_count(count, 1) for count in self.pipeline),
+                f"pipeline={self.pipeline!r} are not counts of stages; use some of at least 1",
+            ),
+            (bool(strange), f"overlap {', '.join(strange)} is not known; use {', '.join(OVERLAPS)} or none"),
+        ]
 
     @property
     def sequences(self) -> int:
         """Sequences of one batch."""
         return max(1, round(self.batch_tokens / self.workload.seq_length))
 
-    def model(self, recompute: bool) -> Workload:
-        """The model with its blocks recomputed, or not."""
-        return self.workload if self.workload.checkpointed == recompute else self.workload.otherwise
+    def costs(self) -> Costs:
+        """What plans of this request share, still empty."""
+        return Costs(self.machine, self.workload.seq_length)
 
     def impossible(self, grid: Grid, algorithm: str = "axonn") -> str:
         """Say what stands against a grid; empty where nothing does."""
@@ -157,24 +145,22 @@ class Request:
         if algorithm == "tesseract":
             if self.zero:
                 return "the planner knows no ZeRO with Tesseract"
-            layers = (layer for block in workload.blocks for layer in block.layers)
-            strange = next((layer.name for layer in layers if layer.experts == 1 and layer.rows != 1), "")
+            strange = next((layer.name for _, layer in workload.layers if layer.experts == 1 and layer.rows != 1), "")
             if strange:
                 return f"the planner knows no convolutions with Tesseract ({strange})"
         return workload.misfit(grid)
 
-    def ways(self, grid: Grid, algorithm: str = "axonn") -> list[MemoryOptions]:
+    def ways(self, grid: Grid, algorithm: str = "axonn") -> list[RunOptions]:
         """Return the ways to run a grid that are tried, those whose optimizer's step is slower last.
 
         Of ZeRO a search tries 0 and 2, which takes no longer than 1, and less memory; what the host updates is always
         cut. Tesseract is not searched.
         """
-        recompute = "full" if self.workload.checkpointed else "none"
         if algorithm == "tesseract":
-            return [MemoryOptions(recompute, 0, False, False)]
+            full = "none" if self.recompute == "none" else "full"
+            return [self.run_options(algorithm=algorithm, recompute=full, zero=0)]
         if not self.search:
-            recompute = "selective" if self.selective else recompute
-            return [MemoryOptions(recompute, self.zero, self.offload, self.sequence_parallel)]
+            return [self.run_options()]
         splits = self.workload.splits_tokens and grid.x > 1 and self.workload.seq_length % grid.x == 0
         every = itertools.product(
             (True,) if self.offload else (False, True),
@@ -182,19 +168,19 @@ class Request:
             RECOMPUTATION,
             (0,) if grid.data == 1 else (0, 2),
         )
-        return [MemoryOptions(how, zero, offload, split) for offload, split, how, zero in every
-                if zero or not offload or grid.data == 1]  # fmt: skip
+        return [self.run_options(recompute=how, zero=zero, offload=offload, sequence_parallel=split)
+                for offload, split, how, zero in every if zero or not offload or grid.data == 1]  # fmt: skip
 
-    def run_options(self, way: MemoryOptions | None = None, **more: Any) -> RunOptions:
-        """The options that hold for every grid, in one way to run it; ``more``: fields of ``RunOptions``."""
-        if way is None:
-            way = MemoryOptions("selective" if self.selective else "", self.zero, self.offload, self.sequence_parallel)
-        sizes = PRECISIONS[self.precision]
-        return RunOptions(
-            self.batch_tokens, sizes["itemsize"], sizes["stream"], sizes["weights"], self.overlap, zero=way.zero,
-            selective=way.recompute == "selective", offload=way.offload, sequence_parallel=way.sequence_parallel,
-            **more,
-        )  # fmt: skip
+    def run_options(self, **changes: Any) -> RunOptions:
+        """The options as they are asked for; ``changes``: fields of ``RunOptions``.
+
+        A model without a stack of blocks has nothing to recompute.
+        """
+        same = {name: getattr(self, name) for name in ("overlap", "zero", "recompute", "offload", "sequence_parallel")}
+        given: dict[str, Any] = same | PRECISIONS[self.precision] | changes
+        if not self.workload.stacked:
+            given["recompute"] = "none"
+        return RunOptions(self.batch_tokens, **given)
 
 
 def _is_count(value: object, least: int) -> bool:

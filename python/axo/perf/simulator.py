@@ -4,7 +4,7 @@ A rank has a compute stream and one stream for each axis. All ranks do the same 
 In the order in which the engine issues them, with every overlap on:
 
     forward     the first gather of a block issues those of the next block too (OAG); outputs are all-reduced at once
-    backward    a checkpointed block runs forward again first; all-reduce of dI beside the dW product (OAR);
+    backward    a recomputed block runs forward again first; all-reduce of dI beside the dW product (OAR);
                 reduce-scatters of dW follow behind on z and nothing waits for them before the end (ORS)
     end         of each micro-batch: all-reduces over data, layer by layer; then the optimizer
 
@@ -15,15 +15,17 @@ Not here: other jobs on the network, and pipelining inside a collective.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from axo.grid import AXES, Grid
 from axo.perf import clock
 from axo.perf.chrome_trace import COMPUTE, Span
 from axo.perf.clock import Operation
-from axo.perf.layer_time import Costs, LayerCost, RunOptions, data_seconds, ends_block, optimizer_seconds
+from axo.perf.layer_time import Costs, LayerCost, data_seconds, optimizer_seconds
+from axo.perf.layers import Layer, LinearKind, LossKind, NormKind
 from axo.perf.machine import Machine
-from axo.perf.workload import Block, Layer, Workload
+from axo.perf.run_options import RunOptions
+from axo.perf.workload import Workload
 
 MOST_MICRO_BATCHES = 8  # simulated one by one; further ones repeat
 
@@ -61,7 +63,7 @@ def simulate(workload: Workload, grid: Grid, machine: Machine, run: RunOptions) 
 def _extrapolate(workload: Workload, grid: Grid, machine: Machine, run: RunOptions) -> Simulation:
     """Simulate a few micro-batches and count the rest as the second half of them."""
     few, half, rows = MOST_MICRO_BATCHES, MOST_MICRO_BATCHES // 2, run.group_rows(grid)
-    shorter, longer = (simulate(workload, grid, machine, replace(run, micro_batches=n, rows=rows)) for n in (half, few))
+    shorter, longer = (simulate(workload, grid, machine, run._replace(micro_batches=n, rows=rows)) for n in (half, few))
     more = (run.micro_batches - few) / (few - half)
     longer.seconds += more * (longer.seconds - shorter.seconds)
     for counted, less in ((longer.exposed, shorter.exposed), (longer.busy, shorter.busy)):
@@ -102,18 +104,16 @@ def _exposed(step: list[Operation], spans: list[Span]) -> dict[str, float]:
 def operations(workload: Workload, grid: Grid, machine: Machine, run: RunOptions) -> list[Operation]:
     """Return the operations of one step of ``workload`` on ``grid``, in the order in which they are issued."""
     step = _StepBuilder(workload, grid, machine, run)
-    blocks = list(enumerate(workload.unrolled()))
+    numbers = range(len(step.blocks))
     for _ in range(run.micro_batches):
-        step.begin_pass({number: step.gathers(block) for number, block in blocks}, "forward")
-        for number, block in blocks:
-            step.forward(number, block, "forward")
-        step.begin_pass(
-            {number: step.backward_gathers(number, block) for number, block in reversed(blocks)}, "backward"
-        )
-        for number, block in reversed(blocks):
-            if block.checkpointed:
-                step.forward(number, block, "recompute")
-            step.backward(number, block)
+        step.begin_pass({number: step.gathers(number) for number in numbers}, "forward")
+        for number in numbers:
+            step.forward(number, "forward")
+        step.begin_pass({number: step.backward_gathers(number) for number in reversed(numbers)}, "backward")
+        for number in reversed(numbers):
+            if step.blocks[number].reruns(run):
+                step.forward(number, "recompute")
+            step.backward(number)
         step.reduce()
     step.finish()
     return step.operations
@@ -125,10 +125,8 @@ class _StepBuilder:
     def __init__(self, workload: Workload, grid: Grid, machine: Machine, run: RunOptions) -> None:
         self.workload, self.grid, self.machine, self.run = workload, grid, machine, run
         self.costs, self.rows = Costs(machine, workload.seq_length), run.group_rows(grid)
-        self.network = self.costs.network(grid)
-        # So many blocks keep their gathered weights, the first ones.
-        self.cached = round(run.cached_gathers * sum(block.repeat for block in workload.blocks))
-        self.blocks = list(workload.unrolled())
+        self.network, self.blocks = self.costs.network(grid), list(workload.unrolled())
+        self.cached = round(run.cached_gathers * len(self.blocks))  # the first ones keep their gathered weights
         self.operations: list[Operation] = []
         self.path: tuple[int, ...] = ()
         self.asked: dict[int, list[int]] = {}  # in this pass: by block, the layers whose weights are gathered, in order
@@ -143,15 +141,16 @@ class _StepBuilder:
     def cost(self, layer: Layer) -> LayerCost:
         return self.costs.layer(layer, self.grid, self.rows, self.run)
 
-    def gathers(self, block: Block) -> list[int]:
-        return [place for place, layer in enumerate(block.layers) if self.cost(layer).gather]
+    def gathers(self, number: int) -> list[int]:
+        return [place for place, layer in enumerate(self.blocks[number].layers) if self.cost(layer).gather]
 
-    def backward_gathers(self, number: int, block: Block) -> list[int]:
+    def backward_gathers(self, number: int) -> list[int]:
+        block = self.blocks[number]
         if number < self.cached:
             return []
-        if block.checkpointed:  # what it gathers again serves its backward
-            return self.gathers(block)
-        return [place for place in reversed(self.gathers(block)) if block.layers[place].kind == "linear"]
+        if block.reruns(self.run):  # what it gathers again serves its backward
+            return self.gathers(number)
+        return [place for place in reversed(self.gathers(number)) if isinstance(block.layers[place], LinearKind)]
 
     def begin_pass(self, asked: dict[int, list[int]], phase: str) -> None:
         self.asked, self.phase, self.issued = {number: places for number, places in asked.items() if places}, phase, {}
@@ -168,42 +167,44 @@ class _StepBuilder:
         for key in wanted:
             if key not in self.issued:
                 layer = self.blocks[key[0]].layers[key[1]]
-                again = self.phase == "backward" and self.blocks[key[0]].checkpointed
+                again = self.phase == "backward" and self.blocks[key[0]].reruns(self.run)
                 name = f"{key[0]}.{layer.name} {'recompute' if again else self.phase} gather"
                 self.issued[key] = self.add(name, "z", self.cost(layer).gather, self.path)
         return self.issued[number, place]
 
-    def blocking(self, name: str, by_axis: dict[str, float]) -> None:
-        for axis, seconds in by_axis.items():
-            self.path = self.add(name, axis, seconds, self.path)
+    def blocking(self, name: str, x: float, y: float) -> None:
+        for axis, seconds in (("x", x), ("y", y)):
+            if seconds:
+                self.path = self.add(name, axis, seconds, self.path)
 
-    def forward(self, number: int, block: Block, phase: str) -> None:
-        last = ends_block(block.layers) if phase == "recompute" and self.run.sequence_parallel else None
+    def forward(self, number: int, phase: str) -> None:
+        block, rerun = self.blocks[number], phase == "recompute"
+        last = block.unsummed(self.grid, self.run) if rerun else None
         for place, layer in enumerate(block.layers):
             name, cost = f"{number}.{layer.name}", self.cost(layer)
-            gathered = self.gathered(number, place)
-            statistics = layer.kind in ("norm", "loss")
-            if statistics:
-                self.blocking(f"{name} {phase} statistics", cost.output)
-            seconds = cost.forward if phase == "forward" else self.run.run_again([layer], [cost.forward])
+            gathered, output = self.gathered(number, place), (0.0 if layer is last else cost.x.output, cost.y.output)
+            if isinstance(layer, (NormKind, LossKind)):
+                self.blocking(f"{name} {phase} statistics", *output)
+            seconds = cost.again if rerun and self.run.selective else cost.forward
             self.path = self.add(f"{name} {phase}", COMPUTE, seconds, self.path + gathered)
-            if not statistics:
-                output = {axis: each for axis, each in cost.output.items() if not (layer is last and axis == "x")}
-                self.blocking(f"{name} {phase} output", output)
+            if not isinstance(layer, (NormKind, LossKind)):
+                self.blocking(f"{name} {phase} output", *output)
 
-    def backward(self, number: int, block: Block) -> None:
+    def backward(self, number: int) -> None:
+        block = self.blocks[number]
         for place, layer in reversed(list(enumerate(block.layers))):
             name, cost = f"{number}.{layer.name}", self.cost(layer)
-            gathered = () if block.checkpointed else self.gathered(number, place)
-            self.blocking(f"{name} backward statistics", cost.backward_blocking)
+            gathered = () if block.reruns(self.run) else self.gathered(number, place)
+            self.blocking(f"{name} backward statistics", cost.x.blocking, cost.y.blocking)
             if not cost.weight_grad:
                 if cost.input_grad:
                     self.path = self.add(f"{name} backward", COMPUTE, cost.input_grad, self.path + gathered)
                 self.scatter(name, cost, self.path)
                 continue
             reduced = product = self.add(f"{name} dI", COMPUTE, cost.input_grad, self.path + gathered)
-            for axis, seconds in cost.input_reduce.items():
-                reduced = self.add(f"{name} dI all-reduce", axis, seconds, reduced)
+            for axis, seconds in (("x", cost.x.reduce), ("y", cost.y.reduce)):
+                if seconds:
+                    reduced = self.add(f"{name} dI all-reduce", axis, seconds, reduced)
             waits = product if "oar" in self.run.overlap else reduced
             weight = self.add(f"{name} dW", COMPUTE, cost.weight_grad, waits)
             self.path = tuple(dict.fromkeys(reduced + weight))
@@ -216,17 +217,15 @@ class _StepBuilder:
             if "ors" not in self.run.overlap:
                 self.path = tuple(dict.fromkeys(self.path + done))
         if cost.reduces or cost.scatter:
-            seconds = self.network.seconds("all_reduce", "data", cost.reduced, cost.reduces) if cost.reduces else 0.0
-            self.gradients.append((name, seconds, done))
+            self.gradients.append((name, self.network.seconds("all_reduce", "data", cost.reduced, cost.reduces), done))
 
     def reduce(self) -> None:
         """End a backward pass: it returns when every gradient is complete."""
         end = waits = self.path
+        what, share = ("reduce-scatter over data", 0.5) if self.run.zero == 2 else ("all-reduce", 1.0)
         for name, seconds, done in self.gradients:
-            if seconds and self.run.zero == 2:
-                done = self.add(f"{name} dW reduce-scatter over data", "data", seconds / 2, tuple({*end, *done}))
-            elif seconds:
-                done = self.add(f"{name} dW all-reduce", "data", seconds, tuple({*end, *done}))
+            if seconds:
+                done = self.add(f"{name} dW {what}", "data", share * seconds, tuple({*end, *done}))
             waits += done
         self.gradients = []
         self.path = tuple(dict.fromkeys(waits))

@@ -18,18 +18,19 @@ Not here: Tesseract and ZeRO-2's early scatter under stages; recomputation where
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from axo.grid import AXES, Grid
 from axo.matmul.cost import chunk
 from axo.perf import cut, memory
 from axo.perf import pipeline_schedule as schedules
-from axo.perf.layer_time import Costs, RunOptions, data_seconds, optimizer_seconds
+from axo.perf.layer_time import Costs, data_seconds, optimizer_seconds
 from axo.perf.machine import Machine
 from axo.perf.memory import Memory
 from axo.perf.model import StepTime
+from axo.perf.run_options import RunOptions
 from axo.perf.workload import Block, Workload
 
 
@@ -97,6 +98,11 @@ class PartTimes(NamedTuple):
         """Seconds of a micro-batch, there and back."""
         return self.forward + self.inputs + self.weights
 
+    @property
+    def shown(self) -> float:
+        """Communication of a micro-batch that nothing hides."""
+        return self.shown_x + self.shown_y + self.shown_z
+
 
 class StageTimes:
     """Times and sizes of one workload on one grid with one size of micro-batch, in any stages.
@@ -112,10 +118,22 @@ class StageTimes:
         self.costs = costs or Costs(machine, workload.seq_length)
         self.network, self.rows = self.costs.network(grid), run.group_rows(grid)
 
-    def parts(self, stages: Stages) -> list[Workload]:
-        """The part of the model that each rank has; ranks with the same blocks have the same."""
-        return self.costs.once((self.workload, stages), lambda: [
-            cut.part(self.workload, stages.bounds, stages.of(rank)) for rank in range(stages.ranks)])  # fmt: skip
+    def parts(self, stages: Stages) -> list[tuple[Workload, int, list[int]]]:
+        """The different parts of the model that ranks have: it, how many have it, and which of them may be the fullest.
+
+        Among ranks with the same blocks that is the first, which has the most micro-batches in flight, or one that
+        sends other messages: the second, or the last.
+        """
+
+        def cut_up() -> list[tuple[Workload, int, list[int]]]:
+            ranks = defaultdict[Workload, list[int]](list)
+            for rank in range(stages.ranks):
+                ranks[cut.part(self.workload, stages.bounds, stages.of(rank))].append(rank)
+            ends = (1, stages.ranks - 1)
+            return [(part, len(every), [rank for rank in every if rank == every[0] or rank in ends])
+                    for part, every in ranks.items()]  # fmt: skip
+
+        return self.costs.once((self.workload, stages), cut_up)
 
     def _times(self, part: Workload, schedule: str) -> PartTimes:
         run, grid, splits = self.run, self.grid, schedules.schedule_kind(schedule).splits
@@ -124,23 +142,21 @@ class StageTimes:
             each = ([block.repeat * value for value in self._one(block, splits)] for block in part.blocks)
             return PartTimes._make(map(sum, zip(*each, strict=True)))
 
-        way = (run.selective, run.cached_gathers, run.sequence_parallel)
-        return self.costs.once((part, splits, grid.x, grid.y, grid.z, grid.data > 1, self.rows, *way), add_up)
+        return self.costs.once((part, splits, grid.x, grid.y, grid.z, grid.data > 1, self.rows, *run.of_block), add_up)
 
     def _one(self, block: Block, splits: bool) -> PartTimes:
-        run = self.run
-        one = self.costs.block(block, self.grid, self.rows, run)
-        shows = one.shown_reduce if "oar" in run.overlap and not splits else one.reduce
-        again = one.again_kept if run.selective else one.again
-        products, weights = one.forward + one.input_grad + one.weight_grad, one.weight_grad
-        forward = ahead = one.forward + sum(one.output)
-        inputs = one.input_grad + sum(one.blocking) + sum(shows)
-        twice = one.again_output if block.checkpointed else (0.0, 0.0)
-        if block.checkpointed:
-            products, inputs = products + again, inputs + again + sum(twice)
-        waits = [sum(each) for each in zip(one.output, twice, one.blocking, strict=True)]
-        shown = (waits[0] + shows[0], waits[1] + shows[1])
-        sent = (waits[0] + one.reduce[0], waits[1] + one.reduce[1])
+        run, again = self.run, block.reruns(self.run)
+        one = self.costs.block(block, self.grid, self.rows, run).all
+        shows, waits = [0.0, 0.0], [0.0, 0.0]
+        for axis, of in enumerate((one.x, one.y)):
+            shows[axis] = of.shown if "oar" in run.overlap and not splits else of.reduce
+            waits[axis] = of.blocking + again * of.again
+        rerun = again * (one.again if run.selective else one.forward)
+        products, weights = one.forward + one.input_grad + one.weight_grad + rerun, one.weight_grad
+        forward = ahead = one.forward + one.x.output + one.y.output
+        inputs = one.input_grad + rerun + sum(waits) + sum(shows)
+        shown = [of.output + wait + show for of, wait, show in zip((one.x, one.y), waits, shows, strict=True)]
+        sent = [of.output + wait + of.reduce for of, wait in zip((one.x, one.y), waits, strict=True)]
         shown_z = sent_z = once = once_sent = 0.0
         if one.gather:
             dropped, oag = (1.0 - run.cached_gathers) * one.gather, "oag" in run.overlap
@@ -152,7 +168,7 @@ class StageTimes:
             once += max(0.0, one.scatter - inputs - weights) if "ors" in run.overlap else one.scatter
             once_sent = kept + one.scatter
         z = (once, once_sent, one.reduced, one.reduces)
-        return PartTimes(products, forward, inputs, weights, *shown, shown_z, *sent, sent_z, *z)
+        return PartTimes._make([products, forward, inputs, weights, *shown, shown_z, *sent, sent_z, *z])
 
     def message(self) -> float:
         """Bytes of the residual stream of a micro-batch on one rank."""
@@ -172,15 +188,16 @@ class StageTimes:
         """What each different part takes, and ``estimate``: the same wherever the optimizer's state is."""
 
         def add_up() -> tuple[dict[Workload, PartTimes], float]:
-            counts = Counter(self.parts(stages))
-            each = {part: self._times(part, stages.schedule) for part in counts}
-            groups = [(counts[part], (one.forward, one.inputs, one.weights)) for part, one in each.items()]
+            each, groups = {}, []
+            for part, count, _ in self.parts(stages):
+                one = each[part] = self._times(part, stages.schedule)
+                groups.append((count, (one.forward, one.inputs, one.weights)))
             pieces, message = self.run.micro_batches, self.message_seconds()
             return each, schedules.estimate(stages.schedule, stages.ranks, pieces, groups, message)
 
         run = self.run
-        way = (run.micro_batches, run.selective, run.cached_gathers, run.sequence_parallel)
-        return self.costs.once((self.workload, stages, self.grid, self.rows, *way), add_up)
+        how = (run.micro_batches, *run.of_block)
+        return self.costs.once((self.workload, stages, self.grid, self.rows, *how), add_up)
 
     def estimate(self, stages: Stages) -> float:
         """Return the seconds of all micro-batches by the closed form, without what is once a step."""
@@ -200,12 +217,10 @@ class StageTimes:
         each, seconds = self._ranks(stages)
         for part, one in each.items():
             shard = run.shard(self.grid, part.parameters)
-            sends = self.grid.data > 1 and one.reduces
-            reduced = self.network.seconds("all_reduce", "data", one.reduced, one.reduces) if sends else 0.0
+            reduced = self.network.seconds("all_reduce", "data", one.reduced, one.reduces)
             data = data_seconds(self.network, reduced, shard, run, 1)
             steps = optimizer_seconds(self.machine, self.grid, run, shard)
-            alone = pieces * (one.products + one.shown_x + one.shown_y + one.shown_z) + one.once
-            ends.append((alone + data + steps, data, steps, one))
+            ends.append((pieces * (one.products + one.shown) + one.once + data + steps, data, steps, one))
         _, data, _, one = max(ends, key=lambda end: end[0])
         exposed = (pieces * one.shown_x, pieces * one.shown_y, pieces * one.shown_z + one.once, data)
         sent = (pieces * one.sent_x, pieces * one.sent_y, pieces * one.sent_z + one.once_sent, data)
@@ -219,18 +234,16 @@ class StageTimes:
 
     def memory(self, stages: Stages) -> Memory:
         """Return the memory of the fullest rank."""
+        fullest = ((part, rank) for part, _, ranks in self.parts(stages) for rank in ranks)
+        return max((self._memory_of(part, rank, stages) for part, rank in fullest), key=lambda each: each.total)
+
+    def _memory_of(self, part: Workload, rank: int, stages: Stages) -> Memory:
         run, pieces, last = self.run, self.run.micro_batches, stages.count - 1
-        parts = self.parts(stages)
-        # Among ranks with the same blocks, the first has the most micro-batches in flight.
-        firsts = {part: rank for rank, part in reversed(list(enumerate(parts)))}.values()
-        reduces, held = self.grid.z * self.grid.data > 1, list[Memory]()
-        for rank in sorted({*firsts, min(1, stages.ranks - 1), stages.ranks - 1}):
-            part, neighbours = parts[rank], sum((one > 0) + (one < last) for one in stages.of(rank))
-            in_flight = schedules.in_flight(stages.schedule, stages.ranks, pieces, rank)
-            one = memory.of_model(self.costs, part, self.grid, run)
-            unreduced = run.itemsize * part.parameters / (self.grid.x * self.grid.y)
-            held.append(replace(
-                one, kept=one.kept * in_flight, messages=pieces * neighbours * self.message(),
-                under_way=max(one.under_way, unreduced) if reduces else one.under_way, accumulates=not reduces,
-            ))  # fmt: skip
-        return max(held, key=lambda each: each.total)
+        neighbours = sum((one > 0) + (one < last) for one in stages.of(rank))
+        in_flight = schedules.in_flight(stages.schedule, stages.ranks, pieces, rank)
+        one, reduces = memory.of_model(self.costs, part, self.grid, run), self.grid.z * self.grid.data > 1
+        unreduced = run.itemsize * part.parameters / (self.grid.x * self.grid.y)
+        return one._replace(
+            kept=one.kept * in_flight, messages=pieces * neighbours * self.message(),
+            under_way=max(one.under_way, unreduced) if reduces else one.under_way, accumulates=not reduces,
+        )  # fmt: skip

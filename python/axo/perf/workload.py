@@ -1,9 +1,8 @@
 """What a model computes, as a list of layers with whole (unsharded) sizes.
 
-A `Workload` is a sequence of `Block`: the same layers ``repeat`` times over, checkpointed (run again before backward)
-or not. A GPT is an embedding, ``layers`` equal blocks, and norm + head + loss. Everything downstream (flops, memory,
-communication, simulation) reads these lists only, so one model of a step serves transformers, U-Nets and a user's
-own ``nn.Module``.
+A `Workload` is a sequence of `Block`: the same layers (``axo.perf.layers``) ``repeat`` times over. A GPT is an
+embedding, ``layers`` equal blocks, and norm + head + loss. Everything downstream (flops, memory, communication,
+simulation) asks these layers only, so one model of a step serves transformers, U-Nets and a user's own ``nn.Module``.
 
 Source of the GPT sizes: Table II of "Democratizing AI"; of the U-Nets: Table II of "A 4D Hybrid Algorithm".
 It does not read files: see ``axo.perf.readers``.
@@ -12,144 +11,63 @@ It does not read files: see ``axo.perf.readers``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
 
 from axo.grid import Grid
-from axo.matmul.cost import chunk
-
-# Bytes moved for every row and feature, forward and backward, when PyTorch runs each operation by itself under bf16
-# autocast: the residual stream is fp32, products take and give bf16.
-RESIDUAL = (10.0, 12.0)  # fp32 + bf16 -> fp32; two fp32 gradients added
-NORM = (
-    14.0,
-    18.0,
-)  # fp32 -> fp32, then the cast to bf16 that the next product wants
-SPLIT = (8.0, 8.0)  # q, k, v taken apart and laid out by heads; rotary embedding on two thirds of them
-ACTIVATION_GATED, ACTIVATION = (6.0, 10.0), (4.0, 6.0)  # bf16
-
-KINDS = ("linear", "embedding", "norm", "attention", "pointwise", "loss")
-
-
-def hash_once(one: Any) -> int:
-    """The hash of a frozen dataclass, computed once: layers, blocks and models are keys of what a search knows."""
-    value = vars(one).get("_hash")
-    if value is None:
-        value = vars(one)["_hash"] = hash(tuple(getattr(one, each.name) for each in fields(one)))
-    return cast("int", value)
+from axo.perf.layers import (
+    ACTIVATION,
+    ACTIVATION_GATED,
+    RESIDUAL,
+    SPLIT,
+    AttentionKind,
+    EmbeddingKind,
+    Layer,
+    LinearKind,
+    LossKind,
+    NormKind,
+    PointwiseKind,
+    Value,
+)
+from axo.perf.run_options import RunOptions
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One layer with its whole sizes.
-
-    Args:
-        kind: One of ``KINDS``.
-        name: For messages and traces.
-        in_features: k of a linear layer; hidden size of the others; vocabulary of an embedding.
-        out_features: n of a linear layer; embedding size of an embedding; vocabulary of the loss.
-        bias: A linear layer's bias.
-        transposed: x and y swap roles (Algorithm 1). An ``attention`` or ``pointwise`` layer that is transposed has its
-            features split over y, else over x.
-        rows: Rows a token: 1, but fewer for convolutions at a lower resolution and for experts.
-        norm: "layernorm" or "rmsnorm".
-        over: For a norm: the axis that splits what it normalises, "y" or "x"; "": it normalises each head by itself, so
-            that only its weight, of ``out_features`` values, concerns other ranks.
-        moves: For a pointwise layer: bytes moved to and from memory, forward and backward, for every row and feature.
-        heads: How many heads an attention layer has, and the layer that takes queries, keys and values apart for it.
-        scores: Of attention whose scores are capped, so that they are kept: tokens of a sequence.
-        capped: For a loss: whether its logits are capped.
-        input_grad: False for a layer whose input needs no gradient.
-        uneven: out_features need not divide over its axis (a head over a vocabulary).
-        experts: So many equal layers beside each other, each with ``rows`` rows a token.
-        kv_features, kv_groups: Of a layer of queries, keys and values: how many of out_features, the last, are keys and
-            values, and of how many groups; neighbours along x share a group where there are fewer groups than ranks.
-            Of attention: the groups.
-        shares_input: Its input is that of an earlier layer, which keeps it and sums its gradient for both.
-        kept: For a pointwise layer: tensors of its width that it keeps for backward.
-        of_product: For a norm: its input is a product's result, in the dtype of products.
-        gathers: For a linear layer: the first of those that read the same tokens, which sequence parallelism gathers.
-        tied: Its weight is the embedding's, which counts it.
-    """
-
-    kind: str
-    name: str
-    in_features: int
-    out_features: int = 0
-    bias: bool = False
-    transposed: bool = False
-    rows: float = 1.0
-    norm: str = "layernorm"
-    moves: tuple[float, float] = (0.0, 0.0)
-    heads: int = 0
-    input_grad: bool = True
-    uneven: bool = False
-    over: str = "y"
-    experts: int = 1
-    kv_features: int = 0
-    kv_groups: int = 0
-    shares_input: bool = False
-    kept: int = 0
-    scores: int = 0
-    capped: bool = False
-    of_product: bool = False
-    gathers: bool = False
-    tied: bool = False
-
-    __hash__ = hash_once
-
-    @cached_property
-    def nameless(self) -> Layer:
-        """The same without its name: layers that cost the same."""
-        return replace(self, name="")
-
-    @cached_property
-    def on_stream(self) -> bool:
-        """Whether it works on the residual stream, token by token: what sequence parallelism splits over x."""
-        return (self.kind == "norm" and self.over == "y") or (self.kind == "pointwise" and self.transposed)
-
-    def kv_copies(self, ranks: int) -> int:
-        """How many neighbours along x hold the same keys and values."""
-        return ranks // self.kv_groups if 0 < self.kv_groups < ranks else 1
-
-    def local_sizes(self, grid: Grid) -> tuple[int, int]:
-        """Its k and n on one rank; keys and values that neighbours share each of them has whole."""
-        x, y = (grid.y, grid.x) if self.transposed else (grid.x, grid.y)
-        again = self.kv_features * (self.kv_copies(x) - 1)
-        return chunk(self.in_features, y), chunk(self.out_features + again, x)
-
-    @cached_property
-    def parameters(self) -> int:
-        """Trainable values of the whole layer."""
-        if self.kind == "linear":
-            weight = 0 if self.tied else self.in_features * self.out_features
-            return self.experts * (weight + (self.out_features if self.bias else 0))
-        if self.kind == "embedding":
-            return self.in_features * self.out_features
-        if self.kind == "norm":
-            return (self.out_features or self.in_features) * (2 if self.norm == "layernorm" else 1)
-        return 0
-
-
-@dataclass(frozen=True)
-class Block:
-    """Layers that run in order, ``repeat`` times over."""
+@dataclass(frozen=True, eq=False)
+class Block(Value):
+    """Layers that run in order, ``repeat`` times over; ``stacked``: one of a stack, which recomputation runs again."""
 
     layers: tuple[Layer, ...]
     repeat: int = 1
-    checkpointed: bool = False
-
-    __hash__ = hash_once
+    stacked: bool = False
 
     @cached_property
     def once(self) -> Block:
-        """One of it, whose forward runs once: what blocks of any number share."""
-        return self if self.repeat == 1 and not self.checkpointed else Block(self.layers)
+        """One of it: what blocks of any number share."""
+        return self if self.repeat == 1 else replace(self, repeat=1)
+
+    @cached_property
+    def branches(self) -> tuple[bool, bool]:
+        """Whether norms stand before its branches (attention, MLP), and whether the branches read the same input."""
+        norms = [
+            layer for layer in self.layers if isinstance(layer, NormKind) and layer.on_stream and not layer.of_product
+        ]
+        return bool(norms), len(norms) == 1 or any(norm.shares_input for norm in norms)
+
+    def unsummed(self, grid: Grid, run: RunOptions) -> Layer | None:
+        """The layer whose product ends the block, if nothing behind it keeps anything, and tokens are split.
+
+        Recomputation stops at its product, which is then not summed again: split tokens are summed apart from products.
+        """
+        last = next((layer for layer in reversed(self.layers) if not isinstance(layer, PointwiseKind)), None)
+        return last if run.token_ranks(grid) > 1 and isinstance(last, LinearKind) and last.transposed else None
+
+    def reruns(self, run: RunOptions) -> bool:
+        """Whether its forward runs again before its backward."""
+        return self.stacked and run.recompute != "none"
 
 
-@dataclass(frozen=True)
-class Workload:
+@dataclass(frozen=True, eq=False)
+class Workload(Value):
     """A model as the planner sees it.
 
     Args:
@@ -178,8 +96,6 @@ class Workload:
     longest: int = 0
     tables: int = 0
 
-    __hash__ = hash_once
-
     def unrolled(self) -> Iterator[Block]:
         """Yield the blocks in forward order, repeats written out."""
         for block in self.blocks:
@@ -187,37 +103,46 @@ class Workload:
                 yield block
 
     @cached_property
+    def layers(self) -> tuple[tuple[int, Layer], ...]:
+        """Every layer of each different block, and how often there is such a block."""
+        return tuple((block.repeat, layer) for block in self.blocks for layer in block.layers)
+
+    @cached_property
+    def products(self) -> tuple[tuple[int, LinearKind], ...]:
+        """Those of them that multiply."""
+        return tuple((repeat, layer) for repeat, layer in self.layers if isinstance(layer, LinearKind))
+
+    @cached_property
     def parameters(self) -> int:
         """Trainable values of the whole model."""
-        return sum(block.repeat * layer.parameters for block in self.blocks for layer in block.layers)
+        return sum(repeat * layer.parameters for repeat, layer in self.layers)
 
     @cached_property
     def of_products(self) -> int:
         """Those of them that products read."""
-        return sum(
-            block.repeat * layer.parameters for block in self.blocks for layer in block.layers if layer.kind == "linear"
-        )
+        return sum(repeat * layer.parameters for repeat, layer in self.products)
+
+    @cached_property
+    def linears(self) -> int:
+        """Weights that products read, of the whole model: what the cache of gathered weights counts as layers."""
+        return sum(repeat * layer.experts for repeat, layer in self.products)
 
     def copied(self, grid: Grid) -> int:
         """Values that are held more than once on ``grid`` (keys and values that neighbours along x share), added up."""
-        if not 0 < self.kv_heads < grid.x:
-            return 0
         return sum(
-            block.repeat * layer.kv_features * layer.in_features * (layer.kv_copies(grid.x) - 1)
-            for block in self.blocks
-            for layer in block.layers
+            repeat * layer.kv_features * layer.in_features * (layer.kv_copies(grid.x) - 1)
+            for repeat, layer in (self.products if 0 < self.kv_heads < grid.x else ())
         )
 
     def misfit(self, grid: Grid) -> str:
         """Say which size an axis of ``grid`` does not divide; empty when all do."""
         for what, size, axis in self._sizes:
-            ranks = grid.size(axis)
-            if size % ranks:
-                return f"{axis}={ranks} does not divide {what}={size}"
+            if size % grid.size(axis):
+                return f"{axis}={grid.size(axis)} does not divide {what}={size}"
         if 0 < self.kv_heads < grid.x:
             if grid.x % self.kv_heads:
                 return f"x={grid.x} neither divides kv_heads={self.kv_heads} nor is a multiple of it"
-            if self._norms_all_keys:
+            if any(isinstance(layer, NormKind) and layer.over == "x" for _, layer in self.layers):
                 return f"x={grid.x} is more than kv_heads={self.kv_heads}, whose keys are normalised together"
         elif self.kv_heads % grid.x:
             return f"x={grid.x} does not divide kv_heads={self.kv_heads}"
@@ -225,48 +150,18 @@ class Workload:
 
     @cached_property
     def _sizes(self) -> list[tuple[str, int, str]]:
-        sizes = [("heads", self.heads, "x")]
-        for layer in dict.fromkeys(layer for block in self.blocks for layer in block.layers):
-            x, y = ("y", "x") if layer.transposed else ("x", "y")
-            if layer.kind == "linear":
-                sizes.append((f"{layer.name}.in_features", layer.in_features, y))
-                if not layer.uneven:
-                    sizes.append((f"{layer.name}.out_features", layer.out_features - layer.kv_features, x))
-            elif layer.kind == "norm" and layer.over == "y":
-                sizes.append((f"{layer.name}.features", layer.in_features, "y"))
+        sizes = [("heads", self.heads, "x"), *(size for _, layer in self.layers for size in layer.divides())]
         return [entry for entry in dict.fromkeys(sizes) if entry[1]]
-
-    @cached_property
-    def _norms_all_keys(self) -> bool:
-        return any(layer.over == "x" for block in self.blocks for layer in block.layers)
 
     @cached_property
     def splits_tokens(self) -> bool:
         """Whether ``axo.parallelize`` can split its tokens over x (sequence parallelism)."""
-        return any(layer.gathers for block in self.blocks for layer in block.layers)
+        return any(layer.gathers for _, layer in self.products)
 
     @cached_property
-    def checkpointed(self) -> bool:
-        """True when some block runs its forward again before backward."""
-        return any(block.checkpointed for block in self.blocks)
-
-    @property
-    def linears(self) -> int:
-        """Weights that products read, of the whole model: what the cache of gathered weights counts as layers."""
-        return sum(
-            block.repeat * layer.experts for block in self.blocks for layer in block.layers if layer.kind == "linear"
-        )
-
-    @cached_property
-    def otherwise(self) -> Workload:
-        """The same model run the other way: checkpointed where it is not, and the reverse."""
-        return self.with_checkpointing(not self.checkpointed)
-
-    def with_checkpointing(self, on: bool) -> Workload:
-        """Return the same model with its repeated blocks checkpointed, or with none."""
-        return replace(
-            self, blocks=tuple(replace(block, checkpointed=on and block.repeat > 1) for block in self.blocks)
-        )
+    def stacked(self) -> bool:
+        """Whether it has a stack of blocks, which recomputation can run again."""
+        return any(block.stacked for block in self.blocks)
 
 
 @dataclass(frozen=True)
@@ -289,23 +184,28 @@ class Experts:
 
     def layers(self, hidden: int, bias: bool) -> tuple[Layer, ...]:
         """The layers of one block's experts. Choosing and weighing tokens counts as memory traffic."""
-        layers = [Layer("linear", "mlp.gate", hidden, self.count, uneven=True)]
+        layers: list[Layer] = [LinearKind("mlp.gate", hidden, self.count, uneven=True)]
         for name, width, count, rows in (
             ("experts", self.intermediate, self.count, self.per_token / self.count),
             ("shared_experts", self.shared, 1, 1.0),
         ):
             if not width:
                 continue
-            each = (
-                Layer("pointwise", f"mlp.{name}.take", hidden, transposed=True, moves=SPLIT),
-                Layer("linear", f"mlp.{name}.fc_1", hidden, width, bias),
-                Layer("linear", f"mlp.{name}.fc_2", hidden, width, bias, shares_input=True),
-                Layer("pointwise", f"mlp.{name}.act", width, moves=ACTIVATION_GATED, kept=3),
-                Layer("linear", f"mlp.{name}.proj", width, hidden, bias, True),
-                Layer("pointwise", f"mlp.{name}.add", hidden, transposed=True, moves=RESIDUAL),
+            each: tuple[Layer, ...] = (
+                PointwiseKind(f"mlp.{name}.take", hidden, transposed=True, moves=SPLIT),
+                LinearKind(f"mlp.{name}.fc_1", hidden, width, bias=bias),
+                LinearKind(f"mlp.{name}.fc_2", hidden, width, bias=bias, shares_input=True),
+                PointwiseKind(f"mlp.{name}.act", width, moves=ACTIVATION_GATED, kept=3),
+                LinearKind(f"mlp.{name}.proj", width, hidden, bias=bias, transposed=True),
+                PointwiseKind(f"mlp.{name}.add", hidden, transposed=True, moves=RESIDUAL),
             )
             layers += [replace(layer, rows=rows, experts=count) for layer in each]
         return tuple(layers)
+
+
+def sample_length(longest: object) -> int:
+    """Tokens of a sample where nobody says: 2048, or the model's longest if that is less."""
+    return min(2048, longest) if isinstance(longest, int) and longest > 0 else 2048
 
 
 def _norms_of_heads(which: str, norm: str, head_size: int, heads: int, kv_heads: int) -> tuple[Layer, ...]:
@@ -314,7 +214,7 @@ def _norms_of_heads(which: str, norm: str, head_size: int, heads: int, kv_heads:
         return ()
     over, width = ("x", 0) if which == "all" else ("", head_size)
     return tuple(
-        Layer("norm", f"attn.{name}", count * head_size, width, norm=norm, over=over, shares_input=True)
+        NormKind(f"attn.{name}", count * head_size, width, norm=norm, over=over, shares_input=True)
         for name, count in (("norm_q", heads), ("norm_k", kv_heads))
     )
 
@@ -369,66 +269,56 @@ def gpt(
     qkv = (heads + 2 * kv_heads) * head_size
     stacks = tuple(stacks) or ((layers, None),)
     gathers = not any(experts for _, experts in stacks)
-    fc = [Layer("linear", "mlp.fc", hidden, intermediate, bias, shares_input=norms == 1, gathers=gathers)]
+    fc = [LinearKind("mlp.fc", hidden, intermediate, bias=bias, shares_input=norms == 1, gathers=gathers)]
     if gated:
         fc = [
             replace(fc[0], name="mlp.fc_1"),
-            Layer("linear", "mlp.fc_2", hidden, intermediate, bias, shares_input=True),
+            LinearKind("mlp.fc_2", hidden, intermediate, bias=bias, shares_input=True),
         ]
-    keys = 2 * kv_heads * head_size
     dense = (
         *fc,
-        Layer("pointwise", "mlp.act", intermediate, moves=ACTIVATION_GATED, kept=3)
+        PointwiseKind("mlp.act", intermediate, moves=ACTIVATION_GATED, kept=3)
         if gated
-        else Layer("pointwise", "mlp.act", intermediate, moves=ACTIVATION, kept=1),
-        Layer("linear", "mlp.proj", intermediate, hidden, bias, transposed=True),
+        else PointwiseKind("mlp.act", intermediate, moves=ACTIVATION, kept=1),
+        LinearKind("mlp.proj", intermediate, hidden, bias=bias, transposed=True),
     )
 
-    def block(mlp: tuple[Layer, ...]) -> tuple[Layer, ...]:
-        return (
-            *([Layer("norm", "norm_1", hidden, norm=norm)] if norms else []),
-            Layer(
-                "linear",
+    def block(mlp: tuple[Layer, ...], count: int) -> Block:
+        layers = (
+            *([NormKind("norm_1", hidden, norm=norm)] if norms else []),
+            LinearKind(
                 "attn.qkv",
                 hidden,
                 qkv,
-                bias if qkv_bias is None else qkv_bias,
-                kv_features=keys,
+                bias=bias if qkv_bias is None else qkv_bias,
+                kv_features=2 * kv_heads * head_size,
                 kv_groups=kv_heads,
                 gathers=gathers,
             ),
             # Where every head has keys and values of its own, attention keeps v where qkv laid it: all of that is held.
-            Layer(
-                "pointwise", "attn.split", qkv, moves=SPLIT, heads=heads, kv_groups=kv_heads, kept=int(bool(norm_qk))
-            ),
+            PointwiseKind("attn.split", qkv, moves=SPLIT, heads=heads, kv_groups=kv_heads, kept=int(bool(norm_qk))),
             *_norms_of_heads(norm_qk, norm, head_size, heads, kv_heads),
-            Layer("attention", "attn", inner, heads=heads, kv_groups=kv_heads, scores=seq_length * caps[0]),
-            Layer("linear", "attn.proj", inner, hidden, bias, transposed=True),
-            *([Layer("norm", "post_attention_norm", hidden, norm=norm, of_product=True)] if post_norms[0] else []),
-            Layer("pointwise", "residual_1", hidden, transposed=True, moves=RESIDUAL),
-            *([Layer("norm", "norm_2", hidden, norm=norm, shares_input=parallel)] if norms == 2 else []),
+            AttentionKind("attn", inner, heads=heads, kv_groups=kv_heads, scores=seq_length * caps[0]),
+            LinearKind("attn.proj", inner, hidden, bias=bias, transposed=True),
+            *([NormKind("post_attention_norm", hidden, norm=norm, of_product=True)] if post_norms[0] else []),
+            PointwiseKind("residual_1", hidden, transposed=True, moves=RESIDUAL),
+            *([NormKind("norm_2", hidden, norm=norm, shares_input=parallel)] if norms == 2 else []),
             *mlp,
-            *([Layer("norm", "post_mlp_norm", hidden, norm=norm, of_product=True)] if post_norms[1] else []),
-            Layer("pointwise", "residual_2", hidden, transposed=True, moves=RESIDUAL),
+            *([NormKind("post_mlp_norm", hidden, norm=norm, of_product=True)] if post_norms[1] else []),
+            PointwiseKind("residual_2", hidden, transposed=True, moves=RESIDUAL),
         )
+        return Block(layers, count, stacked=True)
 
-    places = (Layer("embedding", "wpe", positions, hidden, input_grad=False),) if positions else ()
+    tables = (EmbeddingKind("wte", vocab, hidden), *([EmbeddingKind("wpe", positions, hidden)] if positions else []))
+    head = (
+        NormKind("ln_f", hidden, norm=norm),
+        LinearKind("lm_head", hidden, vocab, bias=head_bias, uneven=True, gathers=gathers, tied=tied),
+        LossKind("loss", hidden, vocab, capped=caps[1]),
+    )
+    stack = (block(dense if experts is None else experts.layers(hidden, bias), count) for count, experts in stacks)
     return Workload(
         name,
-        (
-            Block((Layer("embedding", "wte", vocab, hidden, input_grad=False), *places)),
-            *(
-                Block(block(dense if experts is None else experts.layers(hidden, bias)), count, True)
-                for count, experts in stacks
-            ),
-            Block(
-                (
-                    Layer("norm", "ln_f", hidden, norm=norm),
-                    Layer("linear", "lm_head", hidden, vocab, head_bias, uneven=True, gathers=gathers, tied=tied),
-                    Layer("loss", "loss", hidden, vocab, capped=caps[1]),
-                )
-            ),
-        ),
+        (Block(tables), *stack, Block(head)),
         seq_length=seq_length,
         hidden=hidden,
         heads=heads,
@@ -453,7 +343,7 @@ def unet(name: str, *, channels: int) -> Workload:
     size, blocks = image, list[Block]()
 
     def conv(part: str, into: int, out: int, transposed: bool = False) -> Layer:
-        return Layer("linear", f"{size}.{part}", 9 * into, out, True, transposed, rows=(size / image) ** 2)
+        return LinearKind(f"{size}.{part}", 9 * into, out, bias=True, transposed=transposed, rows=(size / image) ** 2)
 
     def residual(into: int, out: int) -> None:
         blocks.append(Block((conv("conv_1", into, out), conv("conv_2", out, out, transposed=True))))

@@ -33,7 +33,7 @@ from axo.errors import Refused
 from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
 from axo.nn.placeholder import Placeholder, renamed, set_shared
-from axo.optim.zero import set_gradient, zero_gradient
+from axo.optim.zero import gradient_of, set_gradient, zero_gradient
 from axo.overlap.model import detach, engines
 from axo.perf import hugging_face, readers
 from axo.perf.cut import bounds_of, planned
@@ -246,7 +246,8 @@ def tied_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
         named = dict(module.named_parameters(remove_duplicate=False))
         pairs += [(named[name], part.tied) for name in sorted(renamed(module).keys() & named.keys())]
     # A gradient on the lower tier has one place, which the step's own will take.
-    kept = [None if p.grad is None else p.grad.clone() if hasattr(p, "home") else p.grad for p, _ in pairs]
+    before = [(p, gradient_of(p)) for p, _ in pairs]
+    kept = [grad.clone() if grad is not None and hasattr(p, "home") else grad for p, grad in before]
     for parameter, _ in pairs:
         parameter.grad = None
     try:

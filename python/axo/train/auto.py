@@ -51,6 +51,8 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
         raise ValueError(
             f"train: grid=auto plans {', '.join(_PLANNED)}, not precision={config.precision!r}; name a grid"
         )
+    if config.optimizer != "adamw":
+        raise ValueError(f"train: grid=auto plans AdamW; with optimizer={config.optimizer} name a grid")
     if config.offload not in ("none", "optimizer"):
         raise ValueError(
             f"train: grid=auto plans an offload of the optimizer alone; with offload={config.offload} name a grid"
@@ -60,8 +62,8 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
     except ValueError as error:
         raise ValueError(f"train: grid=auto: {error}") from None
     model = models.resolve(config.model, config.model_overrides)
-    workload = readers.from_litgpt(vars(model), seq_length=config.seq_len).with_checkpointing(config.recompute)
-    selective = config.recompute_keeps == "products" and workload.checkpointed
+    workload = readers.from_litgpt(vars(model), seq_length=config.seq_len)
+    recompute = "none" if not config.recompute else "selective" if config.recompute_keeps == "products" else "full"
     stages = config.pipeline if "pipeline" in given else 0
     schedule, cuts = (getattr(config, name) if name in given else "" for name in ("schedule", "cuts"))
     request = planner.Request(
@@ -73,7 +75,7 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
         gather={"all": "keep", "none": "drop"}.get(config.gather_cache, "auto"),
         zero=config.zero,
         precision=_PLANNED[config.precision],
-        selective=selective,
+        recompute=recompute,
         offload=config.offload == "optimizer",
         sequence_parallel=config.sequence_parallel,
         pipeline=(config.pipeline,) if stages else stage_counts(ranks),

@@ -27,7 +27,7 @@ from axo.perf import cut, pipeline_schedule
 from axo.placement import check_divides
 from axo.plans.litgpt import plan
 from axo.train import data, models
-from axo.train.config import CHECKPOINTS, KEPT, LOG_NAME, PLOT_NAME, PRECISIONS, TrainConfig
+from axo.train.config import CHECKPOINTS, KEPT, LOG_NAME, OPTIMIZERS, PLOT_NAME, PRECISIONS, TrainConfig
 
 
 def check(config: TrainConfig, one_machine: bool = False) -> data.Batches:
@@ -68,7 +68,7 @@ def check_step(config: TrainConfig) -> Config:
         ValueError: As for :func:`check`.
     """
     _check_numbers(config)
-    for name, words in (("precision", PRECISIONS), ("recompute_keeps", KEPT)):
+    for name, words in (("precision", PRECISIONS), ("recompute_keeps", KEPT), ("optimizer", OPTIMIZERS)):
         if getattr(config, name) not in words:
             shown = f"{name.replace('_', '-')}={getattr(config, name)!r}"
             raise ValueError(f"train: {shown} is not one of {', '.join(words)}")
@@ -165,7 +165,13 @@ def _check_device(config: TrainConfig) -> None:
 
 
 def _check_offload(config: TrainConfig, blocks: int) -> None:
-    activations = offload_of(config).activations
+    offload = offload_of(config)
+    if offload.optimizer and config.optimizer != "adamw":
+        raise ValueError(
+            f"train: offload={config.offload!r} puts AdamW's state on the lower tier, and optimizer={config.optimizer};"
+            " use adamw, or offload parameters and activations"
+        )
+    activations = offload.activations
     if isinstance(activations, int) and activations > blocks:
         raise ValueError(
             f"train: offload={config.offload!r} asks for {activations} blocks, and the model has {blocks}; use"

@@ -17,6 +17,7 @@ from axo.grid import Grid
 from axo.perf import cut
 
 KEPT = ("nothing", "products")
+OPTIMIZERS = ("adamw", "muon")
 PRECISIONS = ("bf16-mixed", "32-true", "bf16-true", "16-mixed")
 LOG_NAME, PLOT_NAME, CHECKPOINTS = "log.jsonl", "loss.png", "checkpoints"  # in the run's folder
 MODEL, RANKS, DATA, OPTIMIZER, OUTPUT = "Model", "Ranks", "Data", "Optimizer", "Output"
@@ -98,12 +99,15 @@ class TrainConfig:
     batch_size: int = _option(16, DATA, "Rows of the global batch, whatever the grid.", AT_LEAST_1)
     seq_len: int = _option(128, DATA, "Tokens of a row.", AT_LEAST_1)
     accumulate: int = _option(1, DATA, "Pieces that a rank's rows are cut into.", AT_LEAST_1)
+    optimizer: str = _option(
+        "adamw", OPTIMIZER, "adamw; muon: for matrices of hidden layers, with steps as large as AdamW's."
+    )
     lr: float = _option(1e-3, OPTIMIZER, "Peak learning rate.", FINITE)
     min_lr: float | None = _option(None, OPTIMIZER, "Last learning rate; default: a tenth of the peak.", FINITE)
     warmup: int = _option(20, OPTIMIZER, "Steps of linear warm-up.", AT_LEAST_0)
     weight_decay: float = _option(0.1, OPTIMIZER, "Of weights only.", FINITE)
-    beta1: float = _option(0.9, OPTIMIZER, "AdamW.", BELOW_1)
-    beta2: float = _option(0.95, OPTIMIZER, "AdamW.", BELOW_1)
+    beta1: float = _option(0.9, OPTIMIZER, "AdamW's first; Muon's momentum is 0.95.", BELOW_1)
+    beta2: float = _option(0.95, OPTIMIZER, "AdamW's second.", BELOW_1)
     clip: float = _option(1.0, OPTIMIZER, "Largest gradient norm; 0: off.", FINITE)
     goldfish_k: int = _option(0, OPTIMIZER, "Goldfish loss: leave one of K tokens out; 0: off.", AT_LEAST_0)
     goldfish_h: int = _option(13, OPTIMIZER, "Goldfish loss: tokens before one that decide.", AT_LEAST_1)

@@ -5,7 +5,7 @@ One step, on a rank with D data ranks (z*data; Tesseract: x*z*data) and n tokens
     for each piece:  logits = model(inputs)                      (rows, seq_len, V/Gx)
                      loss   = sum of -log p(target) * D / n      so that the mean over data ranks is the serial mean
                      backward                                    gradients come back averaged over the D ranks
-    clip the gradient norm, AdamW
+    clip the gradient norm, AdamW or Muon
 
 With stages a piece is one step of a schedule of ``axo.pipeline``, whose micro-batches go through the stages; the last
 stage has the losses. The weight D/n makes unequal local batches exact: what counts is tokens, not ranks. One all-reduce

@@ -1,4 +1,4 @@
-"""The recipe that a parallel run and its serial oracle have in common: learning rate, AdamW's groups, precision.
+"""The recipe that a parallel run and its serial oracle have in common: learning rate, optimizer, precision.
 
     lr(s) = lr (s + 1) / warmup                                                      s < warmup
     lr(s) = min + (lr - min) (1 + cos(pi (s - warmup) / (steps - warmup))) / 2       after
@@ -18,6 +18,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from axo.nn.goldfish import goldfish_targets
+from axo.optim.muon import Muon, muon_groups
 from axo.train.config import TrainConfig
 
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
@@ -41,14 +42,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Train
 
 def build_optimizer(
     model: torch.nn.Module, config: TrainConfig, adamw: Callable[..., torch.optim.AdamW] = torch.optim.AdamW
-) -> torch.optim.AdamW:
-    """Build AdamW by ``adamw``; weights (two dims and more) decay, biases and norms do not."""
+) -> torch.optim.Optimizer:
+    """Build the optimizer: AdamW by ``adamw``; or Muon, its updates as large as AdamW's, since they share a rate.
+
+    Weights (two dims and more) decay, biases and norms do not.
+    """
+    betas = (config.beta1, config.beta2)
+    if config.optimizer == "muon":
+        hidden_and_others = muon_groups(model, adamw={"betas": betas})
+        return Muon(hidden_and_others, config.lr, config.weight_decay, adjust_lr_fn="match_rms_adamw")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    betas = (config.beta1, config.beta2)
     return adamw([group for group in groups if group["params"]], lr=config.lr, betas=betas)
 
 

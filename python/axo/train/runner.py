@@ -38,6 +38,7 @@ TAIL = 10  # steps whose mean loss is a run's result
 WARM_STEPS = 3  # before the one that is traced
 _ORDER = ("seed", "batch_size", "seq_len", "tokenizer")  # with the text: what the order of the data depends on
 _NOT_OF_MODEL = ("name", "hf_config", "block_size", "vocab_size", "padding_multiple")  # change no logit
+_SHOWN = {"adamw": "AdamW", "muon": "Muon"}
 _OF_OPTIMIZER = ("betas", "weight_decay")  # its options on the command line, beside the rate
 
 
@@ -175,7 +176,7 @@ def _finish(config: TrainConfig, batches: data.Batches, outcome: Outcome) -> Out
     took = f"{config.steps} steps" + (f" in {outcome.seconds:.0f} s" if not outcome.start else "")
     subtitle = (
         f"{config.ranks} rank{'s' if config.ranks > 1 else ''} · {config.precision} · {config.batch_size} rows of "
-        f"{config.seq_len} tokens · AdamW, lr {config.lr:g} · {took}"
+        f"{config.seq_len} tokens · {_SHOWN[config.optimizer]}, lr {config.lr:g} · {took}"
     )
     plot.draw(
         outcome.plot, outcome.losses, title=f"{config.model} on {config.shown}", subtitle=subtitle,
@@ -252,7 +253,7 @@ class Checkpoints:
                 f"train: the checkpoints in {self._folder} are another run's; name the one to go on from, such as"
                 f" --resume {others}"
             )
-        asked = [{name: group[name] for name in _OF_OPTIMIZER} for group in optimizer.param_groups]
+        asked = [{name: group[name] for name in _OF_OPTIMIZER if name in group} for group in optimizer.param_groups]
         loaded = checkpoint.load(
             str(newest) if config.resume == "auto" else config.resume, self._trainer.model, optimizer
         )

@@ -1,7 +1,10 @@
-"""A text, a tokenizer and questions with answers to try Axo and LitGPT with, where nothing can be downloaded.
+"""A text, a tokenizer, a small model's sizes and questions with answers: to try Axo and LitGPT with, where nothing can
+be downloaded.
 
     text.txt             source code of Python's standard library, its first bytes: text that every machine has
     tokenizer/           byte-level, in the format of Hugging Face's tokenizers: 256 bytes, <s> and </s>
+    model.yaml           for --model_config: pythia-14m's blocks under that vocabulary; with its own 50,254 tokens nine
+                         tenths of the parameters, and of the time, would be embeddings of tokens that never come
     instructions.json    sums in words, in the form that LitGPT's JSON data module reads
 
 Not here: a tokenizer worth training a real model with.
@@ -14,9 +17,20 @@ from pathlib import Path
 
 from axo.train.data import default_text
 
+MODEL = """\
+name: small
+n_layer: 6
+n_head: 4
+n_embd: 128
+intermediate_size: 512
+block_size: 512
+vocab_size: 258
+padding_multiple: 8
+"""
+
 
 def write(folder: str | Path, size: int = 1 << 20) -> Path:
-    """Write all three into ``folder``, which is made if it is not there.
+    """Write all four into ``folder``, which is made if it is not there.
 
     Args:
         folder: Files of these names in it are replaced.
@@ -37,6 +51,7 @@ def write(folder: str | Path, size: int = 1 << 20) -> Path:
     whole = text.encode()[:size].decode(errors="ignore")  # not a part of a character at the end
     (out / "text.txt").write_text(whole, encoding="utf-8")
     write_tokenizer(out / "tokenizer")
+    (out / "model.yaml").write_text(MODEL, encoding="utf-8")
     pairs = [(a, b) for a in range(1, 21) for b in range(1, 11)]
     rows = [{"instruction": f"What is {a} plus {b}?", "input": "", "output": f"It is {a + b}."} for a, b in pairs]
     (out / "instructions.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")

@@ -1,6 +1,6 @@
 """The same training on one rank with nothing of Axo in it, and how far from it a run is: ``--compare-serial``.
 
-The oracle is plain ``litgpt.GPT``, ``torch.optim.AdamW``, ``torch.nn.functional.cross_entropy`` and
+The oracle is plain ``litgpt.GPT``, ``torch.optim``'s AdamW or Muon, ``torch.nn.functional.cross_entropy`` and
 ``torch.nn.utils.clip_grad_norm_``, with the same initial weights (same generator, same order of modules), the same
 global batches and the same learning rates. It shares the configuration, the data and the recipe with the parallel run,
 and no layer, loss, reduction or clipping.
@@ -30,10 +30,11 @@ def train_serial(config: TrainConfig, batches: data.Batches) -> Iterator[float]:
     """Train on this process alone; yield the loss of each step."""
     device = torch.device(config.device)
     model = build_serial(config)
-    optimizer = recipe.build_optimizer(model, config)
+    optimizers = build_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "16-mixed")
     for step in range(config.steps):
-        recipe.set_learning_rate(optimizer, step, config)
+        for optimizer in optimizers:
+            recipe.set_learning_rate(optimizer, step, config)
         pair = batches.read(step, range(config.batch_size))
         inputs, targets = (torch.from_numpy(part).to(device) for part in pair)
         targets = recipe.wanted_targets(inputs, targets, config)
@@ -45,13 +46,28 @@ def train_serial(config: TrainConfig, batches: data.Batches) -> Iterator[float]:
             loss = F.cross_entropy(logits.float().flatten(0, 1), piece_out.flatten(), reduction="sum") / tokens
             scaler.scale(loss).backward()
             total += loss.item()
-        scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
         if config.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        scaler.step(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
         scaler.update()
-        optimizer.zero_grad(set_to_none=True)
         yield total
+
+
+def build_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Build torch's own: AdamW, or Muon with the same options and AdamW for what is no matrix of a hidden layer."""
+    together = recipe.build_optimizer(model, config)
+    if config.optimizer == "adamw":
+        return [together]
+    names = ("params", "lr", "weight_decay", "adjust_lr_fn", "betas")
+    groups = [{name: group[name] for name in names if name in group} for group in together.param_groups]
+    return [
+        torch.optim.Muon([group for group in groups if "betas" not in group]),
+        torch.optim.AdamW([group for group in groups if "betas" in group]),
+    ]
 
 
 def build_serial(config: TrainConfig) -> GPT:

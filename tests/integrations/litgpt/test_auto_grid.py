@@ -29,11 +29,13 @@ def test_the_best_grid_that_the_batch_allows(launched, capsys, tmp_path):
     """Oracle: the planner on each grid by itself. 8 rows, 4 at a time: at most two data ranks."""
     given = ["pretrain", "pythia-410m", *PLAN, "--ranks", "8", *BATCH, "--out_dir", str(tmp_path / "out")]
     run([*given, "--pipeline", "1"])
-    workload = readers.read("pythia-410m", checkpointed=False)
+    workload = readers.read("pythia-410m")
     on, times = machine.load("perlmutter"), {}
     for grid in Grid.all(8):
         pieces = 8 // (4 * grid.z * grid.data)
-        request = planner.Request(workload, on, 8, 8 * workload.seq_length, gather="keep", micro_batches=pieces)
+        request = planner.Request(
+            workload, on, 8, 8 * workload.seq_length, gather="keep", recompute="none", micro_batches=pieces
+        )
         candidate = planner.consider(request, grid)
         if pieces and not candidate.reason:
             times[str(grid)] = candidate.time.total
@@ -45,7 +47,7 @@ def test_the_best_grid_that_the_batch_allows(launched, capsys, tmp_path):
 
 def test_stages_are_chosen_where_they_are_faster(launched, capsys, tmp_path):
     """Oracle: the planner on each grid in each number of stages, as often as litgpt fills them."""
-    workload = readers.read("pythia-410m", checkpointed=False)
+    workload = readers.read("pythia-410m")
     on, rows = machine.load("perlmutter"), 64
     two = ["--pipeline", "2", "--schedule", "gpipe", "--microbatches", "8"]
     for ranks, more, cuts in ((8, [], None), (8, two, None), (8, [*two, "--cuts", "9"], "9")):
@@ -60,7 +62,7 @@ def test_stages_are_chosen_where_they_are_faster(launched, capsys, tmp_path):
                     continue
                 tokens = rows * workload.seq_length // (pieces if stages > 1 else 1)
                 request = planner.Request(
-                    workload, on, ranks, tokens, gather="keep",
+                    workload, on, ranks, tokens, gather="keep", recompute="none",
                     micro_batches=(8 if more else 0) if stages > 1 else pieces,
                     schedules=("gpipe",) if more else planner.SEARCHED,
                 )  # fmt: skip

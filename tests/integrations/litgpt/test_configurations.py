@@ -114,9 +114,8 @@ def test_what_runs_in_real_size_is_told():
     everything = report(Grid.parse("1x2x4x1"))
     assert f"{len(configs)} of {len(configs)} configurations run" in everything and "refused" not in everything
     why = refusal(Config.from_name("SmolLM2-135M"), Grid.parse("2x1x1x1"))
-    assert (
-        why == "litgpt model 'SmolLM2-135M': n_head=9 does not divide over x=2; use 8 or 10, or a grid with x in {1, 3}"
-    )
+    words = "n_head=9 does not divide over x=2; use n_head=8 or 10, or a grid with x in {1, 3}"
+    assert why == f"litgpt model 'SmolLM2-135M': {words}"
     why = refusal(Config.from_name("pythia-14m"), Grid.parse("3x1x1x1"))
     assert why.endswith("a grid with x in {1, 2, 4}")  # what its four heads allow too
     latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}

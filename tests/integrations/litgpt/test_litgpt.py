@@ -78,6 +78,18 @@ def test_the_vocabulary_parallel_loss_equals_stock_litgpt(folder, serial):
     assert distance(state["model"], serial[2]["model"]) < 1e-5
 
 
+@pytest.mark.parametrize(("grid", "stages"), [("2x2x1x1", 1), ("1x1x2x1", 2)])
+def test_muon_equals_stock_litgpt_with_torchs_pair(folder, grid, stages):
+    """Oracle: stock LitGPT with an optimizer that steps torch's own Muon and AdamW."""
+    muon = {"init_args": {"lr": 1e-3, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}}
+    pair = {"class_path": "tests.integrations.trainer.MuonAndAdamW"} | muon
+    stock = run(folder, f"stock-muon-{stages}", optimizer=pair, steps=5)
+    muon |= {"class_path": "axo.optim.Muon"}
+    losses, sums, state = run(folder, f"muon-{stages}", grid, pipeline=stages, optimizer=muon, steps=5)
+    assert losses == pytest.approx(stock[0], abs=1e-4) and sums == stock[1]
+    assert distance(state["model"], stock[2]["model"]) < 1e-3  # what travels, and the products, are in bf16
+
+
 @pytest.mark.parametrize(
     ("grid", "stages"), [("2x1x2x1", 1), ("1x1x2x1", 2), pytest.param("2x2x1x1", 1, marks=pytest.mark.soak)]
 )
@@ -202,7 +214,7 @@ def test_goldfish_masks_training_and_not_validation():
             ["generate", "no/such", "--quantize", "bnb.nf4", "--precision", "bf16-mixed", "--grid", "1x1x2x1"],
             "bnb.nf4 with --precision bf16-mixed: use 32-true",
         ),
-        (["pretrain", "pythia-15m"], "there is no model 'pythia-15m'; litgpt pretrain list names all"),
+        (["pretrain", "pythia-15m"], "there is no model 'pythia-15m'; the nearest are pythia-31m, pythia-14m"),
         (["pretrain", "pythia-14m", "--tokenizer_dir", "no/such"], "--tokenizer_dir no/such is not a folder"),
         (["pretrain", "pythia-14m", "--initial_checkpoint_dir", "no/such"], "--initial_checkpoint_dir no/such is not"),
         (["pretrain", "pythia-14m", "--resume", "no/such.pth"], "--resume no/such.pth does not exist"),
@@ -298,7 +310,8 @@ def test_a_folder_of_text_is_read_without_what_is_none(tmp_path):
 
 
 REFUSED = {
-    "pretrain pythia-15m --grid 2x1x1x1": "there is no model 'pythia-15m'",
+    "pretrain pythia14m --grid 2x1x1x1": "there is no model 'pythia14m'; the nearest are pythia-14m, ",
+    "pretrain meta-llama/Llama-3.1-8 --grid 2x1x1x1": "; the nearest are Llama-3.1-8B, ",
     "pretrain pythia-14m --grid 2x1x1x1 --devices=2": "--devices is what the grid says",
     "validate folder --grid 2x1x1x1": "validate runs on one rank only",
     "pretrain pythia-14m --grid 1x1x3x1": "global_batch_size=512 does not divide over micro_batch_size=4 on z*data=3",
@@ -314,7 +327,7 @@ REFUSED = {
     "pretrain pythia-14m --pipeline 2 --schedule 2f2b": "schedule='2f2b' is not known",
     "pretrain small --model_config.n_layer 3 --pipeline 4": "3 blocks over 4 stages",
     "pretrain pythia-14m --grid auto --ranks 3 --machine h100": "no grid of 3 GPUs can train pythia-14m",
-    "pretrain pythia-14m --grid 8x1x1x1": "n_head=4 does not divide over x=8; use 8, or a grid with x in {1, 2, 4}",
+    "pretrain pythia-14m --grid 8x1x1x1": "n_head=4 does not divide over x=8; use n_head=8, or a grid with x in {1,",
     "finetune_lora no/such/folder --grid 2x1x1x1": "no/such/folder does not exist; get it first",
     "generate no/such --grid 2x1x1x1": "no/such does not exist",
     "generate no/such": "no/such does not exist; get it first: litgpt download no/such",
@@ -353,9 +366,13 @@ REFUSED = {
     "finetune_lora . --data JSON --data.json_path number.json": "number.json: '3' is no record such as",
     "finetune_lora . --data JSON --data.json_path key.json": "key.json: \"{'instruction': ''}\" is no record such as",
     "finetune_lora . --data JSON --data.json_path null.json": 'is no record such as {"instruction": ...',
+    "finetune_lora . --data JSON --data.json_path one.json --data.prompt_style alpacca": "--data.prompt_style='alpacca'"
+    " is not known; did you mean 'alpaca'?",
     "finetune_lora . --data litgpt.data.JSON --data.json_path lines.jsonl": "lines.jsonl: \"{'x': 1}\" is no record",
     "convert_from_litgpt sharded out": "sharded holds a sharded checkpoint; make it whole: axo consolidate sharded",
     "convert_pretrained_checkpoint --checkpoint_dir=sharded out": "sharded holds a sharded checkpoint; make it whole",
+    "finetune_lora logs --grid 2x1x1x1": "checkpoint_dir logs holds no lit_model.pth; name a folder that litgpt down",
+    "generate logs": "checkpoint_dir logs holds no lit_model.pth",
     "chat run.yaml": "checkpoint_dir run.yaml is not a checkpoint directory",
 }
 
@@ -388,6 +405,9 @@ def test_wrong_input_is_one_line_before_there_are_ranks(tmp_path):
     for name, text in (("torn", "n_layer: [1"), ("words", "hello")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model_config.yaml").write_text(text)
+        (tmp_path / name / "lit_model.pth").touch()
+    (tmp_path / "lit_model.pth").touch()
+    (tmp_path / "logs").mkdir()
     good = {"instruction": "say it", "output": "it"}
     records = {"empty": [], "one": good, "number": [good, 3], "key": [{"instruction": ""}]}
     records["null"] = [good | {"instruction": None}]

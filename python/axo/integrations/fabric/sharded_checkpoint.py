@@ -23,9 +23,8 @@ from torch.optim import Optimizer
 
 from axo import checkpoint
 from axo.checkpoint.folder import is_checkpoint, whole_file
-from axo.checkpoint.ranks import checkpoint_group, on_all_ranks, share
-from axo.checkpoint.storage import read_plain
-from axo.checkpoint.writer import check_readable
+from axo.checkpoint.stored import read_plain
+from axo.checkpoint.writer import OfFirst
 from axo.comm.connect import Communicators
 
 MODEL_FILE = "lit_model.pth"
@@ -50,13 +49,8 @@ def save(path: Any, state: dict[str, Any], comms: Communicators) -> None:
     others = {name: value for name, value in state.items() if not isinstance(value, nn.Module | Optimizer)}
     values = {name: value.state_dict() if isinstance(value, _Stateful) else value for name, value in others.items()}
     names = {"module": _name(state, module), "optimizer": _name(state, optimizer)}
-    # Rank 0's: of the ranks of a data rank only one reads the data and knows where the run stands.
-    group, extra = checkpoint_group(comms), None
-    with on_all_ranks(group):
-        if comms.everyone.rank == 0:
-            extra = {"names": names, "values": values}
-            check_readable("extra", extra)
-    extra = share(group, extra)[0]
+    # Of the ranks of a data rank only one reads the data and knows where the run stands.
+    extra = OfFirst(names=names, values=values) if comms.everyone.rank == 0 else OfFirst()
     checkpoint.save(path.parent, module, optimizer, name=path.name, extra=extra, comms=comms)
 
 

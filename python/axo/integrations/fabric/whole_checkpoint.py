@@ -25,10 +25,10 @@ from lightning.fabric.utilities.types import _Stateful
 from torch import nn
 from torch.optim import Optimizer
 
+from axo.checkpoint.boxes import Parts
 from axo.checkpoint.folder import whole_file
-from axo.checkpoint.parts import Parts
 from axo.checkpoint.state import plain_optimizer, state_parts, with_names
-from axo.checkpoint.storage import read_plain
+from axo.checkpoint.stored import read_plain
 from axo.integrations.fabric.stages import StageRunner
 from axo.optim import checks
 from axo.placement import placement_of

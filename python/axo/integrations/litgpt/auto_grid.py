@@ -53,7 +53,7 @@ def choose(parsed: Parsed, rank: Rank | None) -> Options:
     except ValueError as error:
         raise ValueError(f"litgpt: --grid auto: {error}") from None
     length, batch = train.max_seq_length or parsed.model.block_size, train.global_batch_size
-    workload = readers.from_litgpt(vars(parsed.model), seq_length=length).with_checkpointing(False)
+    workload = readers.from_litgpt(vars(parsed.model), seq_length=length)
     unstaged = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # stages are not compiled, see checks.py
     request = planner.Request(
         workload,
@@ -61,6 +61,7 @@ def choose(parsed: Parsed, rank: Rank | None) -> Options:
         ranks,
         batch * workload.seq_length,
         gather="keep",
+        recompute="none",
         offload=asked.offload == "optimizer",
         pipeline=(asked.pipeline,) if asked.pipeline else (1,) if unstaged else grid_choice.stage_counts(ranks),
         schedules=grid_choice.schedules_for(asked.schedule, asked.pipeline, asked.cuts),

@@ -55,6 +55,7 @@ def check(name: str, parsed: Parsed, rank: Rank | None) -> None:
     """
     command = PARALLEL[name]
     _check_options(name, command, parsed.own)
+    _check_prompt_style(parsed.litgpt.get("data"))
     if parsed.own.grid is None:
         parsed.own = auto_grid.choose(parsed, rank)
     asked, values = parsed.own, parsed.values
@@ -125,6 +126,9 @@ def _check_paths(values: Mapping[str, Any], ranks: int, reads_sharded: bool) -> 
     named = isinstance(resume, str | Path) and str(resume) != "auto"
     how = "name a lit_model.pth, or say --resume auto"
     _refuse({f"--resume {resume} does not exist; {how}": named and not os.path.exists(resume)})
+    if "checkpoint_dir" in values and folder.is_dir():
+        lacks = f"checkpoint_dir {folder} holds no lit_model.pth; name a folder that litgpt download has written"
+        _refuse({f"{lacks}, convert_to_litgpt or training": not (folder / "lit_model.pth").exists()})
     if not reads_sharded:
         refuse_sharded(values["checkpoint_dir"])
 
@@ -237,6 +241,15 @@ def _check_training(values: Mapping[str, Any]) -> None:
             and not hasattr(torch.optim, str(optimizer)),
         }
     )
+
+
+def _check_prompt_style(data: Any) -> None:
+    """Refuse the name of a prompt style that LitGPT does not have: its own error is the name alone."""
+    from litgpt.prompts import prompt_styles
+
+    style = None if data is None else (data.get("init_args") or {}).get("prompt_style")
+    if isinstance(style, str):
+        check_value.one_of("litgpt: --data.prompt_style", style, prompt_styles)
 
 
 def _check_data(values: Mapping[str, Any]) -> None:

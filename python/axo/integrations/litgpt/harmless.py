@@ -21,7 +21,7 @@ import litgpt.utils
 from lightning.fabric.utilities import load as lightning_load
 
 from axo import files
-from axo.checkpoint.storage import read_plain
+from axo.checkpoint.stored import read_plain
 from axo.integrations.litgpt.parsing import read_yaml
 
 _STOCK = lightning_load._lazy_load, litgpt.prompts.load_prompt_style

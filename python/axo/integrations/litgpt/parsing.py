@@ -119,7 +119,9 @@ class Parsed:
             ValueError: LitGPT has no model of that name (it would print its list and end as if all were well), or the
                 file is no configuration.
         """
-        from litgpt.config import Config
+        from litgpt.config import Config, name_to_config
+
+        from axo.perf.readers import nearest
 
         if "checkpoint_dir" in self.litgpt:
             file = folder_of(self.litgpt.checkpoint_dir) / "model_config.yaml"
@@ -131,9 +133,10 @@ class Parsed:
         try:
             return None if name == "list" and given is None else given or Config.from_name(name)
         except ValueError:
+            near = nearest(name, name_to_config)
             raise ValueError(
-                f"litgpt: there is no model {name!r}; litgpt pretrain list names all, --model_config takes one of your"
-                " own"
+                f"litgpt: there is no model {name!r}{near}; litgpt pretrain list names all, --model_config takes one of"
+                " your own"
             ) from None
 
 

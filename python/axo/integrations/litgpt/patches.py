@@ -39,6 +39,7 @@ from axo.launch import Rank, Termination
 from axo.nn.generator import source_generator
 from axo.nn.goldfish import goldfish_mask
 from axo.nn.quantize import quantize
+from axo.optim.muon import muon_groups
 from axo.overlap.no_sync import token_weight
 
 
@@ -121,6 +122,15 @@ class LitGPTRun:
         done = int(options["state"]["step_count"]) if "state" in options else self.agreement.step
         newest = run_folder.newest(options["out_dir"], "lit_model.pth*")
         return done, newest, 0 if newest is None else int(newest.parent.name.removeprefix("step-"))
+
+    def instantiate_torch_optimizer(
+        self, stock: Callable[..., Any], optimizer: Any, model_parameters: Any, **options: Any
+    ) -> Any:
+        """Axo's Muon is for matrices of hidden layers, and parameters alone do not say which those are."""
+        path = optimizer.get("class_path") if isinstance(optimizer, dict) else optimizer
+        if path == "axo.optim.Muon":
+            model_parameters = muon_groups(self.strategy.module)
+        return stock(optimizer, model_parameters, **options)
 
     def CycleIterator(self, stock: type, loader: Any) -> Any:
         """Between two steps all ranks end together; errors of the data are one message."""

@@ -79,9 +79,10 @@ def run(
             for logger in ("lightning", "lightning.fabric", "lightning.pytorch"):  # each rank would say what it starts
                 logging.getLogger(logger).setLevel(logging.WARNING)
         else:
-            own = f"{options.data_ranks} of them with own data"
+            parts, count = options.data_ranks, options.ranks_in_all
+            reads = f"which read each batch in {parts} parts" if parts > 1 else "which read the same batch"
             grid = options.chosen_grid.in_stages(options.pipeline)
-            print(f"axo litgpt: grid {grid}: {options.ranks_in_all} ranks, {own}")
+            print(f"axo litgpt: grid {grid}: " + (f"{count} ranks, {reads}" if count > 1 else "1 rank"))
         stack.enter_context(patched(this))
         if command.trains:
             termination = stack.enter_context(Termination())

@@ -64,8 +64,8 @@ class Launch:
         kept = rendezvous.may_be_repeated()
         begun = self._store.check([_BEGUN]) if kept else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
         store = rendezvous.store_of_this_start(self._store, *place)
-        meeting = rendezvous.Meeting(store, *place[:2], who, rendezvous.TimeLeft(_MEETING_SECONDS))
-        said = meeting.gather("axo/litgpt", str(begun))
+        meeting = rendezvous.Meeting(store, "axo/litgpt", *place[:2], who, rendezvous.TimeLeft(_MEETING_SECONDS))
+        said = meeting.gather(str(begun))
         self.again = "True" in (said[:1] if kept else said)
 
     def begin(self) -> None:

@@ -176,8 +176,9 @@ def _order(said: Any) -> Iterator[tuple[str, Any]]:
             value = value.get(part) if isinstance(value, dict) else None
         if name == "data" and isinstance(value, dict):
             yield name, value.get("class_path")
-            made_with = value.get("init_args") or {}
-            yield from ((f"data.{key}", made_with[key]) for key in made_with if key not in _NO_ORDER)
+            made_with = value.get("init_args")
+            items = made_with.items() if isinstance(made_with, dict) else ()
+            yield from ((f"data.{key}", each) for key, each in items if key not in _NO_ORDER)
         elif value is not None:
             yield name, value
 

@@ -34,15 +34,17 @@ class LitGPTStrategy(AxoStrategy):
 
     Attributes:
         train: ``litgpt.args.TrainArgs`` of the run, once they are known.
+        module: The model that was split last.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, counts="data", **options)
         self.train: Any = None
+        self.module: nn.Module | None = None
         self.after_setup: Callable[[nn.Module], None] | None = None  # for the next model, once split
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        module = super().setup_module(module)
+        module = self.module = super().setup_module(module)
         if self.after_setup is not None:
             self.after_setup(module)
             self.after_setup = None

@@ -23,6 +23,7 @@ import warnings
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -115,6 +116,12 @@ def _check(model: nn.Module, grid: Grid, arrangement: Arrangement) -> None:
             raise Refused(
                 f"parallelize: buffer {name!r} is on the meta device, and plan 'auto' does not know how to fill it;"
                 " build the model with its buffers on a real device"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided and grid.world_size > 1:
+            raise Refused(
+                f"parallelize: {name!r} is {tensor.layout}, and ranks are given dense ones; make it dense, or a plain"
+                " attribute that every rank builds alike"
             )
     if arrangement.row_parts(grid) == 1:
         return

@@ -1,0 +1,91 @@
+"""A serial model without its values, as it was before ``axo.parallelize``: what another grid is planned from.
+
+Modules are copied, parameters stand on the meta device, and all else (configurations, functions, buffers) is shared.
+Attributes that name modules of the model, in lists and dicts too, name the copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+
+class Serial:
+    """What ``axo.parallelize`` was given.
+
+    Args:
+        model: The serial model, before anything changes.
+        options: The other arguments of ``axo.parallelize``.
+    """
+
+    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+        self.options = options
+        self._model = without_values(model, {})
+
+    def model(self, like: Mapping[str, torch.Tensor], root: nn.Module | None = None) -> nn.Module:
+        """The serial model on the meta device, its parameters of the dtypes of ``like``, frozen where those are.
+
+        Args:
+            like: Parameters by name.
+            root: A module that becomes the model; None: a new one.
+        """
+        memo: dict[int, Any] = {}
+        for name, parameter in self._model.named_parameters():
+            other = like.get(name, parameter)
+            empty = torch.empty_like(parameter, dtype=other.dtype)
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=other.requires_grad)
+        return without_values(self._model, memo, root)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Serial:
+        return self
+
+
+def without_values(model: nn.Module, memo: dict[int, Any], root: nn.Module | None = None) -> nn.Module:
+    """A copy of ``model`` with parameters on the meta device.
+
+    Args:
+        model: A serial model.
+        memo: id of a parameter or module -> what stands for it in the copy.
+        root: A module that becomes the copy; None: a new one.
+    """
+
+    def module_of(old: nn.Module, new: nn.Module | None = None) -> nn.Module:
+        new = object.__new__(type(old)) if new is None else new
+        memo[id(old)] = new
+        attributes = {name: copied(value) for name, value in vars(old).items()}
+        new.__dict__.clear()
+        new.__dict__.update(attributes)
+        return new
+
+    def copied(value: Any) -> Any:
+        if id(value) in memo:
+            return memo[id(value)]
+        if isinstance(value, nn.Module):
+            return module_of(value)
+        if isinstance(value, nn.Parameter):
+            empty = torch.empty_like(value, device="meta", requires_grad=False)
+            new = memo[id(value)] = nn.Parameter(empty.as_subclass(torch.Tensor), requires_grad=value.requires_grad)
+            return new
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+            return types.MethodType(value.__func__, copied(value.__self__))
+        if isinstance(value, dict):
+            return _filled(value, memo, lambda new: new.update({key: copied(each) for key, each in value.items()}))
+        if isinstance(value, list):
+            return _filled(value, memo, lambda new: new.__setitem__(slice(None), [copied(each) for each in value]))
+        if type(value) in (tuple, set):
+            return type(value)(copied(each) for each in value)
+        return value
+
+    return module_of(model, root)
+
+
+def _filled(value: Any, memo: dict[int, Any], fill: Any) -> Any:
+    """A shallow copy of a container, known before it is filled: it may hold itself."""
+    new = memo[id(value)] = copy.copy(value)
+    fill(new)
+    return cast(Any, new)
