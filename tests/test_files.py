@@ -16,9 +16,10 @@ import yaml
 from axo import files
 from axo.checkpoint import Run
 from axo.checkpoint.folder import UnfinishedCheckpoint, whole_file
+from axo.cli.errors import complain
 from axo.comm import flight
 from axo.perf import machine, readers
-from axo.train import models
+from axo.train import log, models
 from axo_kernels.tune.cache import Cache
 from tests.launcher import run_ranks
 
@@ -174,6 +175,26 @@ def test_a_lock_is_no_link_to_a_file_elsewhere(tmp_path: Path) -> None:
         way(folder / ".axo-lock")
         assert str(folder / ".axo-lock") in tell(lambda folder=folder: Run(folder))
         assert victim.read_text() == "precious"
+
+
+def test_a_runs_log_is_no_link_to_a_file_elsewhere(tmp_path: Path) -> None:
+    victim, ways = victims(tmp_path)
+    for number, way in enumerate(ways):
+        path = tmp_path / f"{number}.jsonl"
+        way(path)
+        for anew in (True, False):
+            assert str(path) in tell(lambda path=path, anew=anew: log._open(path, anew=anew))
+        assert victim.read_text() == "precious"
+    with log._open(tmp_path / "own.jsonl", anew=True) as file:
+        file.write("a")
+    with log._open(tmp_path / "own.jsonl", anew=False) as file:
+        file.write("b")
+    assert (tmp_path / "own.jsonl").read_text() == "ab"
+
+
+def test_messages_hold_no_signs_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
+    complain("model file m\x1b[31mred\x07\x9b.json · 1 × 2")
+    assert capsys.readouterr().err == "model file m\\x1b[31mred\\x07\\x9b.json · 1 × 2\n"
 
 
 def test_leftovers_that_are_links_are_left(tmp_path: Path) -> None:

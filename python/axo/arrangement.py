@@ -65,7 +65,7 @@ class Arrangement:
 
     def row_parts(self, grid: Grid) -> int:
         """Into how many parts the rows are cut: ranks that work on rows of their own."""
-        return math.prod(map(grid.size, self.rows))
+        return math.prod(map(grid.sizes.__getitem__, self.rows))
 
     def row_part(self, grid: Grid, coords: Coords) -> int:
         """Which of these parts the rank at ``coords`` has."""

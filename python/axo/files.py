@@ -14,6 +14,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import reprlib
 import stat
 from pathlib import Path
@@ -206,6 +207,11 @@ def shown(value: Any, most: int = 60) -> str:
 def cut(text: str, most: int = 60) -> str:
     """A text of at most ``most`` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def printable(text: str) -> str:
+    """A text without control characters, which a terminal would obey: each as ``\\x1b``."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda sign: f"\\x{ord(sign[0]):02x}", text)
 
 
 def is_confined(name: str) -> bool:

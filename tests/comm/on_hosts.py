@@ -114,14 +114,14 @@ def beside_gloo(size, rounds):
     return {name: statistics.median(each[1:]) for name, each in seconds.items()}
 
 
-def torchs_suite(folder, names):
-    """PyTorch's own backend tests, as tests/comm/test_c10d_suite.py runs them on one host."""
+def torchs_suite(folder, part):
+    """A part of PyTorch's own backend tests, as tests/comm/test_c10d_suite.py runs them on one host."""
     from tests.comm import test_c10d_suite as suite
 
     os.environ |= {"SUITE_DIR": folder, "GLOO_SOCKET_IFNAME": "eth0"}
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=os.environ["RANK"] == "0", wait_for_workers=False)
-    results = suite.run_suite(names or suite.applicable(int(os.environ["WORLD_SIZE"])))
+    results = suite.run_suite(suite.applicable(int(os.environ["WORLD_SIZE"]))[part :: suite.PARTS])
     store.add("done", 1)
     while os.environ["RANK"] == "0" and store.add("done", 0) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.1)

@@ -18,7 +18,7 @@ import pytest
 
 from axo import Grid
 from tests.comm.on_hosts import CALL, STEPS, least_bytes, result_of, train_grids
-from tests.comm.test_c10d_suite import check_all, over_all_ranks
+from tests.comm.test_c10d_suite import PARTS, check_all, over_all_ranks
 from tests.gpt import LLAMA, serial_losses
 from tests.hosts import Hosts, available, python
 from tests.launcher import run_ranks
@@ -209,11 +209,12 @@ def test_an_all_reduce_over_limited_links_beats_gloos():
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(7000)
-def test_torchs_own_backend_tests_on_two_hosts(tmp_path):
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_torchs_own_backend_tests_on_two_hosts(part, tmp_path):
     with Hosts(2) as hosts:
-        results = call_on(hosts, 2, 6000, "torchs_suite", str(tmp_path), [])
-    check_all("2 hosts x 2 ranks", over_all_ranks(results), 80)
+        results = call_on(hosts, 2, 3000, "torchs_suite", str(tmp_path), part)
+    check_all("2 hosts x 2 ranks", over_all_ranks(results), 80 // PARTS)
 
 
 def test_an_impostor_is_refused_by_name_within_a_second():

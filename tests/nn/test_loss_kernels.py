@@ -107,7 +107,7 @@ def _against_chunks() -> None:
             own, sums = torch.full((7,), -torch.inf), torch.zeros(3 if smoothing else 2, 7)
             module._statistics(logits, ids, own, sums, options)
             grad = torch.full((7, 30), 9.0, dtype=dtype)
-            module._gradient(logits, grad, ids, peak, total, scale, options)
+            module.logits_gradient(logits, grad, ids, peak, total, scale, options)
             found[way] = own, sums, grad
         for kernel, chunks in zip(found["kernels"], found["chunks"], strict=True):
             assert torch.isfinite(kernel).equal(torch.isfinite(chunks))

@@ -16,7 +16,7 @@ import axo
 from axo.grid import Grid
 from axo.matmul.products import products_of
 from axo.nn.goldfish import goldfish_mask
-from axo.train import TrainConfig, log, models, plot, recipe, runner
+from axo.train import TrainConfig, log, models, recipe, runner
 from axo.train.check import check, open_batches
 from axo.train.loop import Trainer
 from axo.train.serial import build_serial, compare, train_serial
@@ -205,7 +205,7 @@ def test_the_verdict_is_one_exact_line() -> None:
 def test_the_plot_is_a_png(tmp_path: Path) -> None:
     for serial in (None, [5.0, 4.0, 3.0]):
         path = tmp_path / "deep" / "loss.png"
-        plot.draw(path, [5.0, 4.0, 3.0], title="t", subtitle="s", vocabulary=256, serial=serial, limit=1e-4)
+        log.draw(path, [5.0, 4.0, 3.0], title="t", subtitle="s", vocabulary=256, serial=serial, limit=1e-4)
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 20_000
         path.unlink()
 

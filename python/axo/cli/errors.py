@@ -23,6 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from axo.errors import Aborted, PeerLost, Timeout, user_message
+from axo.files import printable
 from axo.launch import Interrupted, RankFailed, nobody_reads
 
 FAILED, WRONG_INPUT = 1, 2
@@ -57,7 +58,7 @@ def complain(line: str) -> None:
 
     with suppress(BrokenPipeError):
         sys.stdout.flush()
-    line = " ".join(line.split())
+    line = printable(" ".join(line.split()))
     Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
 
 

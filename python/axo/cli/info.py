@@ -16,6 +16,7 @@ import typer
 
 from axo.cli.output import say, show_table
 from axo.cores import usable_cores
+from axo.files import printable
 from axo.grid import AXES, Grid
 from axo.settings import VARIABLES, settings
 
@@ -116,7 +117,7 @@ def _memory() -> str:
 def settings_table() -> tuple[list[str], list[list[str]]]:
     """The environment variables; those that are set with their values."""
     given = settings()
-    rows = [[v.name, given.get(v.name, "-"), v.default, v.meaning] for v in VARIABLES]
+    rows = [[v.name, printable(given.get(v.name, "-")), v.default, v.meaning] for v in VARIABLES]
     return ["variable", "set to", "default", "meaning"], rows
 
 

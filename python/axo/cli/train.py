@@ -25,7 +25,6 @@ _TEXTS: dict[Any, tuple[Any, str | None]] = {
     dict[str, Any]: (list[str] | None, None),
     tuple[str, ...]: (list[str] | None, None),
 }
-_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 _OF_STAGES = ("schedule", "cuts", "microbatches")
 
 
@@ -39,17 +38,21 @@ def takes_fields(wanted: Container[str] | None = None, **defaults: Any) -> Calla
 
     def decorate(command: Callable) -> Callable:
         signature, types = inspect.signature(command, eval_str=True), get_type_hints(TrainConfig)
-        options = list[inspect.Parameter]()
+        *own, by_name = signature.parameters.values()
+        options = []
         for field in dataclasses.fields(TrainConfig):
             if wanted is None or field.name in wanted:
                 kind, default = _TEXTS.get(types[field.name], (types[field.name], field.default))
-                shown, flag = field.metadata, f"--{field.metadata['name'] or field.name.replace('_', '-')}"
-                info = typer.Option(flag, metavar=shown["metavar"], help=shown["help"], rich_help_panel=shown["panel"])
-                default = defaults.get(field.name, default)
+                shown, flag = field.metadata, f"--{field.metadata.get('name', field.name.replace('_', '-'))}"
+                named = {"metavar": shown.get("metavar"), "help": shown["help"], "rich_help_panel": shown["panel"]}
                 options.append(
-                    inspect.Parameter(field.name, _BY_NAME, default=default, annotation=Annotated[kind, info])
+                    by_name.replace(
+                        name=field.name,
+                        kind=inspect.Parameter.KEYWORD_ONLY,
+                        default=defaults.get(field.name, default),
+                        annotation=Annotated[kind, typer.Option(flag, **named)],
+                    )
                 )
-        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
         parameters = sorted([*options, *own], key=lambda each: each.kind)  # those with a place first
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return command
@@ -89,26 +92,23 @@ def train(
     **options: Any,
 ) -> None:  # fmt: skip
     """Train a LitGPT model on a grid of ranks: new local ones, or those that torchrun started."""
-    given = said(context, options)
-    automatic = options["grid"] == "auto"
+    given, automatic = said(context, options), options["grid"] == "auto"
     for name, value in (("ranks", ranks), ("machine", machine)):
         if value and not automatic:
             raise ValueError(f"{name}={value} is for --grid auto; with a grid of your own leave it out")
-    if options["pipeline"] == 1 and ("pipeline" in given or not automatic):
-        for name in _OF_STAGES:
-            if name in given:
-                raise ValueError(f"{name}={options[name]} is of pipeline stages; add --pipeline N, or leave it out")
+    for name in _OF_STAGES:
+        if name in given and options["pipeline"] == 1 and ("pipeline" in given or not automatic):
+            raise ValueError(f"{name}={options[name]} is of pipeline stages; add --pipeline N, or leave it out")
     if expect_drop is not None and not math.isfinite(expect_drop):
         raise ValueError(f"expect-drop={expect_drop} is not a finite number of nats")
     options["data"] = (*(options["data"] or ()), *(paths or ()))
     options["model_overrides"] = overrides(options["model_overrides"] or ())
     options["grid"] = Grid() if automatic else Grid.parse(options["grid"])
-    config = TrainConfig(**options)
-    rank = Rank.from_environment()
+    config, rank = TrainConfig(**options), Rank.from_environment()
     if automatic:
-        from axo.train.auto import planned
+        from axo.train.auto import chosen, ranks_of
 
-        config, why = planned(config, rank, ranks, machine, given)
+        config, why = chosen(config, ranks_of(rank, ranks), machine, given)
         if rank is None or rank.rank == 0:
             say(why)
     from axo.integrations.litgpt.parsing import load
@@ -136,11 +136,11 @@ def _tell(outcome: Outcome, expect_drop: float | None) -> bool:
         say(f"stopped by {outcome.stopped} after {len(outcome.losses)} steps; go on with --resume auto")
         return True
     fell = expect_drop is None or outcome.drop >= expect_drop
+    verdict = f" (at least {expect_drop:g}): {'ok' if fell else 'FAILED'}" if expect_drop is not None else ""
     say(
         f"loss: {outcome.losses[0]:.3f} at first, {outcome.tail_loss:.3f} over the last {len(outcome.losses[-10:])} of "
         f"{len(outcome.losses)} steps, {outcome.drop:.3f} nats under "
-        f"ln({outcome.vocabulary}) = {math.log(outcome.vocabulary):.3f}"
-        + (f" (at least {expect_drop:g}): {'ok' if fell else 'FAILED'}" if expect_drop is not None else "")
+        f"ln({outcome.vocabulary}) = {math.log(outcome.vocabulary):.3f}{verdict}"
     )
     if outcome.parity is not None:
         say(str(outcome.parity))

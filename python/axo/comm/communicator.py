@@ -430,8 +430,11 @@ class Communicator:
         if self._core is None or observers.active:
             return None
         if async_op:
-            work = call(self._core, tensor, other, False, self._timeout_ms)
-            return work and self._pending(Work(self, work, result, ()), result, True)
+            core_work = call(self._core, tensor, other, False, self._timeout_ms)
+            if core_work is None:
+                return None
+            work = Work(self, core_work, result, ())
+            return self._pending(work, result, True) if open_group.depth else work
         try:
             spent = call(self._core, tensor, other, True, self._timeout_ms)
         except Mismatch as error:

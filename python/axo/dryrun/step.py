@@ -104,7 +104,7 @@ def check(config: TrainConfig) -> None:
         )
     if config.precision == "16-mixed":
         raise ValueError("dryrun: precision='16-mixed' reads gradients to scale the loss; use bf16-mixed or 32-true")
-    if config.pipeline == 1 and config.stage_cuts != "even":
+    if config.pipeline == 1 and config.cuts != "even":
         raise ValueError(f"dryrun: cuts={config.cuts} are of stages, and there is one; add --pipeline")
 
 

@@ -3,7 +3,8 @@
 What moves between ranks is in ``axo.matmul``; where a tensor lies is in ``axo.placement``.
 
     layer                            what all of them share
-    linear, conv, embedding, norm, group_norm, dropout, loss, goldfish    the layers
+    linear, conv, embedding, norm, group_norm, dropout, goldfish    the layers
+    loss, linear_loss                of logits, and of a head whose logits never exist whole
     replicated, placeholder          modules that stay serial, and those that another pipeline stage has
     init, generator, randomness      first values and random numbers that agree between ranks
     chain, shared_input, sequence    whether layers fit each other, share an input, or split tokens over x
@@ -16,6 +17,7 @@ from axo.nn.embedding import Embedding
 from axo.nn.group_norm import GroupNorm
 from axo.nn.init import init_weights
 from axo.nn.linear import Features, Linear
+from axo.nn.linear_loss import linear_cross_entropy
 from axo.nn.loss import CrossEntropyLoss, cross_entropy
 from axo.nn.norm import LayerNorm, RMSNorm
 from axo.nn.shared_input import share_input
@@ -34,5 +36,6 @@ __all__ = [
     "clip_grad_norm_",
     "cross_entropy",
     "init_weights",
+    "linear_cross_entropy",
     "share_input",
 ]

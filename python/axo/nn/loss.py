@@ -137,18 +137,16 @@ def cross_entropy(
         )
     if not input.is_floating_point():
         raise RuntimeError(f"cross_entropy: the logits are {input.dtype}; they must be floating point")
-    columns = input.shape[-1] * comms.grid.size(comms.arrangement.inner) if columns is None else columns
-    classes = columns if vocab_size is None else vocab_size
-    if not 0 < classes <= columns:
-        raise ValueError(
-            f"cross_entropy: vocab_size={vocab_size} is not between 1 and the {columns} columns of the logits"
-        )
+    axis = comms.arrangement.inner
+    columns = input.shape[-1] * comms.grid.size(axis) if columns is None else columns
     if inplace_backward and overlaps_itself(input):
         raise ValueError(
             f"cross_entropy: inplace_backward=True writes into the logits, and those of shape {tuple(input.shape)} have"
             f" strides {input.stride()}, so that elements share memory; leave it out, or pass logits.contiguous()"
         )
-    options = _Options(comms, columns, classes, ignore_index, label_smoothing, inplace_backward)
+    options = VocabularyPart(
+        comms, columns, vocab_size, ignore_index, label_smoothing, axis=axis, inplace=inplace_backward
+    )
     losses = _CrossEntropy.apply(input, target, options)
     if reduction == "none":
         return losses
@@ -165,49 +163,90 @@ def _check(weight: torch.Tensor | None, reduction: str, label_smoothing: float) 
         raise ValueError(f"cross_entropy: label_smoothing={label_smoothing} is not between 0 and 1")
 
 
-class _Options:
+class VocabularyPart:
+    """This rank's columns of a vocabulary, and what the loss makes of them.
+
+    Args:
+        comms, columns, ignore_index, smoothing, inplace: As of :func:`cross_entropy`, smoothing: ``label_smoothing``.
+        classes: Real columns, the first; None: all.
+        axis: That splits the columns; None: none does.
+        z_loss: The factor of a row's squared log sum exp.
+
+    Raises:
+        ValueError: There are more real columns than columns, or none.
+    """
+
     def __init__(
-        self, comms: Communicators, columns: int, classes: int, ignore_index: int, smoothing: float, inplace: bool
+        self,
+        comms: Communicators,
+        columns: int,
+        classes: int | None,
+        ignore_index: int,
+        smoothing: float,
+        *,
+        axis: str | None,
+        z_loss: float = 0.0,
+        inplace: bool = False,
     ) -> None:
-        self.comms, self.columns, self.classes = comms, columns, classes
-        self.ignore_index, self.smoothing, self.inplace = ignore_index, smoothing, inplace
-        self.axis = comms.arrangement.inner
-        self.ranks = comms.grid.size(self.axis)
-        self.low, high = chunk_bounds(columns, self.ranks, getattr(comms.coords, self.axis))
+        self.comms, self.columns, self.classes = comms, columns, columns if classes is None else classes
+        if not 0 < self.classes <= columns:
+            raise ValueError(
+                f"cross_entropy: vocab_size={classes} is not between 1 and the {columns} columns of the logits"
+            )
+        self.ignore_index, self.smoothing, self.z_loss, self.inplace = ignore_index, smoothing, z_loss, inplace
+        self.axis = axis
+        self.ranks = 1 if axis is None else comms.grid.size(axis)
+        self.low, high = chunk_bounds(columns, self.ranks, 0 if axis is None else getattr(comms.coords, axis))
         self.width = high - self.low  # columns that this rank must have
-        self.real = max(0, min(high, classes) - self.low)  # of them, those that are no padding
+        self.real = max(0, min(high, self.classes) - self.low)  # of them, those that are no padding
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        """Reduce over the ranks that have the other columns."""
+        return tensor if self.axis is None or self.ranks == 1 else self.comms.axis(self.axis).all_reduce(tensor, op)
+
+
+def row_losses(
+    logits: torch.Tensor, ids: torch.Tensor, options: VocabularyPart
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of each row (0 where it is ignored), and what its gradient takes: a peak and a sum, (rows,) each."""
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    kept = ids != options.ignore_index
+    _check_targets(ids, kept, options.classes)
+    rows = ids.numel()
+    peak = torch.full((rows + 3,), -torch.inf, dtype=wide, device=logits.device)
+    sums = torch.zeros((3 if options.smoothing else 2, rows), dtype=wide, device=logits.device)
+    if options.real and logits.shape[-1] == options.width:
+        _statistics(logits.detach(), ids, peak, sums, options)
+    own_peak, peak = _reduce_peak(peak, logits.shape[-1], options)
+    _move_to_peak(sums, own_peak, peak, ids, options)
+    sums = options.all_reduce(sums, "sum")
+    total = sums[0].clone()
+    losses = sums[0].log() - (1 - options.smoothing) * sums[1]
+    if options.smoothing:
+        losses -= options.smoothing / options.classes * sums[2]
+    if options.z_loss:
+        whole = total.log() + peak
+        losses += options.z_loss * whole.square()
+        total /= 1 + 2 * options.z_loss * whole  # the gradient's share of each column, that much larger
+    return losses.masked_fill_(~kept, 0), peak, total
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: _Options) -> torch.Tensor:
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: VocabularyPart) -> torch.Tensor:
         ids = target.reshape(-1).contiguous()  # kernels read them one after the other
-        kept = ids != options.ignore_index
-        _check_targets(ids, kept, options.classes)
-        rows = ids.numel()
-        peak = torch.full((rows + 3,), -torch.inf, dtype=wide, device=logits.device)
-        sums = torch.zeros((3 if options.smoothing else 2, rows), dtype=wide, device=logits.device)
-        if options.real and logits.shape[-1] == options.width:
-            _statistics(logits.detach(), ids, peak, sums, options)
-        own_peak, peak = _reduce_peak(peak, logits.shape[-1], options)
-        _move_to_peak(sums, own_peak, peak, ids, options)
-        if options.ranks > 1:
-            sums = options.comms.axis(options.axis).all_reduce(sums)
-        losses = sums[0].log() - (1 - options.smoothing) * sums[1]
-        if options.smoothing:
-            losses -= options.smoothing / options.classes * sums[2]
+        losses, peak, total = row_losses(logits, ids, options)
         ctx.options, ctx.used = options, False
         ctx.logits = logits.detach() if options.inplace else None  # not saved: its version is about to change
-        ctx.save_for_backward(None if options.inplace else logits, ids, peak, sums[0].clone())
-        return losses.masked_fill_(~kept, 0).view(target.shape)
+        ctx.save_for_backward(None if options.inplace else logits, ids, peak, total)
+        return losses.view(target.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         refuse_create_graph("cross_entropy")
         if not wanted(ctx, 0):
             return None, None, None
-        options: _Options = ctx.options
+        options: VocabularyPart = ctx.options
         logits, ids, peak, total = ctx.saved_tensors
         if options.inplace:
             if ctx.used:
@@ -216,12 +255,12 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.used, ctx.logits = True, None
         grad = logits if options.inplace else torch.empty_like(logits)
         scale = grad_output.reshape(-1).to(peak.dtype).masked_fill(ids == options.ignore_index, 0)
-        _gradient(logits.detach(), grad, ids, peak, total, scale, options)
+        logits_gradient(logits.detach(), grad, ids, peak, total, scale, options)
         return grad, None, None
 
 
 def _statistics(
-    logits: torch.Tensor, ids: torch.Tensor, peak: torch.Tensor, sums: torch.Tensor, options: _Options
+    logits: torch.Tensor, ids: torch.Tensor, peak: torch.Tensor, sums: torch.Tensor, options: VocabularyPart
 ) -> None:
     """Fill in this rank's peak and its sums (s, d and t around that peak), one a row."""
     rows = _rows_for_kernels(logits)
@@ -235,14 +274,14 @@ def _statistics(
     )  # fmt: skip
 
 
-def _gradient(
+def logits_gradient(
     logits: torch.Tensor,
     grad: torch.Tensor,
     ids: torch.Tensor,
     peak: torch.Tensor,
     total: torch.Tensor,
     scale: torch.Tensor,
-    options: _Options,
+    options: VocabularyPart,
 ) -> None:
     """Fill in the gradient; ``scale`` is that of each row's loss, 0 where it is ignored."""
     sure, even = 1 - options.smoothing, options.smoothing / options.classes
@@ -301,7 +340,7 @@ def _kernels() -> ModuleType:
 
 
 def _chunk_statistics(
-    chunk: torch.Tensor, start: int, ids: torch.Tensor, peak: torch.Tensor, sums: torch.Tensor, options: _Options
+    chunk: torch.Tensor, start: int, ids: torch.Tensor, peak: torch.Tensor, sums: torch.Tensor, options: VocabularyPart
 ) -> None:
     """Fill in this rank's peak and its sums (d and t around that peak) for the rows of one chunk (r, real columns)."""
     part = slice(start, start + chunk.shape[0])
@@ -318,7 +357,7 @@ def _chunk_statistics(
 
 
 def _move_to_peak(
-    sums: torch.Tensor, own_peak: torch.Tensor, peak: torch.Tensor, ids: torch.Tensor, options: _Options
+    sums: torch.Tensor, own_peak: torch.Tensor, peak: torch.Tensor, ids: torch.Tensor, options: VocabularyPart
 ) -> None:
     """Turn sums around this rank's peak into sums around the peak over x."""
     down = _finite(own_peak) - peak
@@ -334,13 +373,12 @@ def _finite(peak: torch.Tensor) -> torch.Tensor:
     return torch.where(peak == -torch.inf, 0, peak)
 
 
-def _reduce_peak(peak: torch.Tensor, width: int, options: _Options) -> tuple[torch.Tensor, torch.Tensor]:
+def _reduce_peak(peak: torch.Tensor, width: int, options: VocabularyPart) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's peaks and those over x. Three more numbers ride along, so that all ranks agree on bad columns."""
     own = peak[:-3].clone()
     peak[-3] = float(width != options.width or options.classes > options.columns)
     peak[-2], peak[-1] = options.columns, -options.columns
-    if options.ranks > 1:
-        peak = options.comms.axis(options.axis).all_reduce(peak, "max")
+    peak = options.all_reduce(peak, "max")
     agreed = (peak[-3] == 0) & (peak[-2] == -peak[-1])
     if agreed.device.type != "cpu":
         torch._assert_async(agreed)

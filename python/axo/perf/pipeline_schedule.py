@@ -335,6 +335,7 @@ def messages(schedule: str, ranks: int, microbatches: int) -> float:
     return 4.0 * ranks - 2 if schedule == "interleaved-1f1b" else 5.0 * ranks - 4
 
 
+@lru_cache(maxsize=4096)
 def in_flight(schedule: str, ranks: int, microbatches: int, rank: int = 0) -> float:
     """Return how many micro-batches ``rank`` holds of its stages at most; a half: of one of two stages."""
     schedule_kind(schedule)

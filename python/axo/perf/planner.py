@@ -277,7 +277,7 @@ def consider(
     if stages > 1 and not (least := _state(request, grid, stages)).fits(request.machine):
         return replace(none, memory=least, reason=_needs(request, least).replace("needs", "needs more than"))
     best: Candidate | None = None
-    nearest: Candidate | None = None
+    shortest, nearest = math.inf, list[Candidate]()  # seconds of the best; those that need too much
     floors: dict[tuple[object, ...], float] = {}
     for run in request.ways(grid, algorithm) if tried is None else tried:
         every = _sized(request, replace(none, run=run), sizes, costs)
@@ -285,23 +285,26 @@ def consider(
             time = None
             if best is not None:
                 as_none = (one.run._replace(recompute="none"), one.stages)
-                if floors.get(as_none, 0.0) >= best.seconds:  # recomputation is not faster than none
+                if floors.get(as_none, 0.0) >= shortest:  # recomputation is not faster than none
                     continue
                 time = _time(request, one, costs)
-                floors.setdefault(as_none, time.total)
-                if time.total >= best.seconds:
+                total = time.total
+                floors.setdefault(as_none, total)
+                if total >= shortest:
                     continue  # nor is it faster with less weights kept
             fitted = _fitted(request, one, costs)
             assert fitted.memory is not None
             if not fitted.memory.fits(request.machine):
-                if nearest is None or nearest.memory is None or fitted.memory.total < nearest.memory.total:
-                    nearest = replace(fitted, reason=_needs(request, fitted.memory))
+                nearest.append(fitted)
                 continue
             if time is None or fitted.run is not one.run:
                 time = _time(request, fitted, costs)
-            if best is None or time.total < best.seconds:
-                best = replace(fitted, time=time)
-    return best or nearest or replace(none, reason=_no_stages(request, stages, sizes))
+            if time.total < shortest:
+                best, shortest = replace(fitted, time=time), time.total
+    if best is None and nearest:
+        best = min(nearest, key=lambda one: one.memory.total if one.memory is not None else math.inf)
+        best = replace(best, reason=_needs(request, best.memory))
+    return best or replace(none, reason=_no_stages(request, stages, sizes))
 
 
 def _time(request: Request, one: Candidate, costs: Costs) -> model.StepTime:
@@ -332,8 +335,9 @@ def _fitted(request: Request, one: Candidate, costs: Costs) -> Candidate:
     return replace(some, memory=_memory(request, some, costs))
 
 
-def _needs(request: Request, held: Memory) -> str:
+def _needs(request: Request, held: Memory | None) -> str:
     """The reason of a grid that needs too much."""
+    assert held is not None
     return f"needs {held.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
 
 

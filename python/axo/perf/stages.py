@@ -118,20 +118,20 @@ class StageTimes:
         self.costs = costs or Costs(machine, workload.seq_length)
         self.network, self.rows = self.costs.network(grid), run.group_rows(grid)
 
-    def parts(self, stages: Stages) -> list[tuple[Workload, int, list[int]]]:
+    def parts(self, stages: Stages) -> list[tuple[Workload, int, list[tuple[int, int]]]]:
         """The different parts of the model that ranks have: it, how many have it, and which of them may be the fullest.
 
         Among ranks with the same blocks that is the first, which has the most micro-batches in flight, or one that
-        sends other messages: the second, or the last.
+        sends other messages: the second, or the last. Of each: its number, and how many stages it exchanges them with.
         """
 
-        def cut_up() -> list[tuple[Workload, int, list[int]]]:
-            ranks = defaultdict[Workload, list[int]](list)
+        def cut_up() -> list[tuple[Workload, int, list[tuple[int, int]]]]:
+            ranks, last = defaultdict[Workload, list[int]](list), stages.count - 1
             for rank in range(stages.ranks):
                 ranks[cut.part(self.workload, stages.bounds, stages.of(rank))].append(rank)
-            ends = (1, stages.ranks - 1)
-            return [(part, len(every), [rank for rank in every if rank == every[0] or rank in ends])
-                    for part, every in ranks.items()]  # fmt: skip
+            fullest = {part: {every[0], *({1, stages.ranks - 1} & {*every})} for part, every in ranks.items()}
+            return [(part, len(ranks[part]), [(rank, sum((stage > 0) + (stage < last) for stage in stages.of(rank)))
+                                              for rank in some]) for part, some in fullest.items()]  # fmt: skip
 
         return self.costs.once((self.workload, stages), cut_up)
 
@@ -234,16 +234,15 @@ class StageTimes:
 
     def memory(self, stages: Stages) -> Memory:
         """Return the memory of the fullest rank."""
-        fullest = ((part, rank) for part, _, ranks in self.parts(stages) for rank in ranks)
-        return max((self._memory_of(part, rank, stages) for part, rank in fullest), key=lambda each: each.total)
-
-    def _memory_of(self, part: Workload, rank: int, stages: Stages) -> Memory:
-        run, pieces, last = self.run, self.run.micro_batches, stages.count - 1
-        neighbours = sum((one > 0) + (one < last) for one in stages.of(rank))
-        in_flight = schedules.in_flight(stages.schedule, stages.ranks, pieces, rank)
-        one, reduces = memory.of_model(self.costs, part, self.grid, run), self.grid.z * self.grid.data > 1
-        unreduced = run.itemsize * part.parameters / (self.grid.x * self.grid.y)
-        return one._replace(
-            kept=one.kept * in_flight, messages=pieces * neighbours * self.message(),
-            under_way=max(one.under_way, unreduced) if reduces else one.under_way, accumulates=not reduces,
-        )  # fmt: skip
+        run, grid, held = self.run, self.grid, list[Memory]()
+        messages, reduces = run.micro_batches * self.message(), grid.z * grid.data > 1
+        for part, _, ranks in self.parts(stages):
+            one = memory.of_model(self.costs, part, grid, run)
+            unreduced = run.itemsize * part.parameters / (grid.x * grid.y)
+            under_way = max(one.under_way, unreduced) if reduces else one.under_way
+            for rank, neighbours in ranks:
+                kept = one.kept * schedules.in_flight(stages.schedule, stages.ranks, run.micro_batches, rank)
+                held.append(one._replace(
+                    kept=kept, messages=messages * neighbours, under_way=under_way, accumulates=not reduces,
+                ))  # fmt: skip
+        return max(held, key=lambda each: each.total)

@@ -4,7 +4,7 @@
     models    LitGPT's GPT, by name or file                      data     text, tokens, batches
     recipe    optimizer, learning rate, precision                loop     the parallel step: what a reader copies from
     runner    ranks, the run's folder, checkpoints               serial   the oracle, and the verdict
-    log, plot, trace   what people see                           auto     ``--grid auto``
+    log, trace   what people see                                 auto     ``--grid auto``
 
 Names load on first use, so that options can be read without torch.
 """

@@ -19,19 +19,17 @@ from axo.train.config import TrainConfig
 _PLANNED = {"bf16-mixed": "bf16-mixed", "16-mixed": "bf16-mixed", "bf16-true": "bf16-true"}
 
 
-def planned(
-    config: TrainConfig, rank: Rank | None, ranks: int, machine_name: str, given: Collection[str]
-) -> tuple[TrainConfig, str]:
-    """:func:`chosen` for a command: on torchrun's ranks, of which ``rank`` is one, or on as many new ones.
+def ranks_of(rank: Rank | None, ranks: int) -> int:
+    """The ranks to plan for: torchrun's, of which ``rank`` is one, or as many new ones as are asked for.
 
     Raises:
-        ValueError: As for :func:`chosen`, or their number is not known.
+        ValueError: Their number is not known, or another is asked for.
     """
     if rank is not None and ranks not in (0, rank.world_size):
         raise ValueError(f"ranks={ranks}, but {rank.world_size} ranks were started; leave it out")
     if rank is None and ranks < 1:
         raise ValueError("grid=auto does not know how many ranks to start; add --ranks N, or use torchrun")
-    return chosen(config, ranks if rank is None else rank.world_size, machine_name, given)
+    return ranks if rank is None else rank.world_size
 
 
 def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection[str]) -> tuple[TrainConfig, str]:
@@ -64,8 +62,8 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
     model = models.resolve(config.model, config.model_overrides)
     workload = readers.from_litgpt(vars(model), seq_length=config.seq_len)
     recompute = "none" if not config.recompute else "selective" if config.recompute_keeps == "products" else "full"
-    stages = config.pipeline if "pipeline" in given else 0
-    schedule, cuts = (getattr(config, name) if name in given else "" for name in ("schedule", "cuts"))
+    kept = {name: getattr(config, name) for name in ("pipeline", "schedule", "cuts", "microbatches") if name in given}
+    stages = kept.get("pipeline", 0)
     request = planner.Request(
         workload,
         on,
@@ -78,18 +76,17 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
         recompute=recompute,
         offload=config.offload == "optimizer",
         sequence_parallel=config.sequence_parallel,
-        pipeline=(config.pipeline,) if stages else stage_counts(ranks),
-        schedules=schedules_for(schedule, stages, cuts),
+        pipeline=(stages,) if stages else stage_counts(ranks),
+        schedules=schedules_for(kept.get("schedule", ""), stages, kept.get("cuts", "")),
     )
 
     def pieces(grid: Grid) -> int:
         return 0 if config.batch_size % (grid.z * grid.data * config.accumulate) else config.accumulate
 
-    choice = choose(request, pieces, config.microbatches if "microbatches" in given else 0)
+    choice = choose(request, pieces, kept.get("microbatches", 0))
     best = choice.best
     changes: dict[str, Any] = {"grid": best.grid, "pipeline": 1}
     if best.stages is not None:
         changes |= {"pipeline": best.stages.ranks, "schedule": best.stages.schedule}
-        changes["microbatches"] = best.run.micro_batches
-        changes["cuts"] = config.cuts if "cuts" in given else "planner"
+        changes |= {"microbatches": best.run.micro_batches, "cuts": kept.get("cuts", "planner")}
     return replace(config, **changes), choice.tell(on.name)

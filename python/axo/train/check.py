@@ -45,9 +45,14 @@ def check(config: TrainConfig, one_machine: bool = False) -> data.Batches:
     model = check_step(config)
     empty = models.build_empty(model)
     plan.check(empty, config.grid, arrangement_of("train", config.algorithm), config.sequence_parallel)
-    _check_device(config)
+    kind, index = check_device("train", config.device)
+    if index is not None and config.ranks > 1:
+        raise ValueError(
+            f"train: device={config.device!r} is one device, and grid {config.grid} has {config.ranks} ranks;"
+            f" use device={kind!r}, which gives each rank its own"
+        )
     _check_files(config)
-    _check_offload(config, model.n_layer)
+    _check_offload(config, model.n_layer, kind)
     if one_machine:
         check_machine(config, empty)
     vocabulary = data.BYTE_VOCABULARY if config.tokenizer is None else data.tokenizer_vocab_size(Path(config.tokenizer))
@@ -67,13 +72,7 @@ def check_step(config: TrainConfig) -> Config:
     Raises:
         ValueError: As for :func:`check`.
     """
-    _check_numbers(config)
-    for name, words in (("precision", PRECISIONS), ("recompute_keeps", KEPT), ("optimizer", OPTIMIZERS)):
-        if getattr(config, name) not in words:
-            shown = f"{name.replace('_', '-')}={getattr(config, name)!r}"
-            raise ValueError(f"train: {shown} is not one of {', '.join(words)}")
-    if config.recompute_keeps != "nothing" and not config.recompute:
-        raise ValueError(f"train: recompute-keeps={config.recompute_keeps} says what --recompute keeps; say that too")
+    _check_values(config)
     arrangement = arrangement_of("train", config.algorithm)
     arrangement.check(config.grid)
     model = models.resolve(config.model, config.model_overrides)
@@ -85,40 +84,45 @@ def check_step(config: TrainConfig) -> Config:
     if config.sequence_parallel:
         arrangement.only_axonn("train: sequence-parallel")
         check_divides("train", "seq-len", config.seq_len, "x", config.grid.x)
-    rows = data.rank_rows(config.batch_size, config.grid, config.grid.coords(0), arrangement)
-    if len(rows) % config.accumulate:
+    rows = len(data.rank_rows(config.batch_size, config.grid, config.grid.coords(0), arrangement))
+    if rows % config.accumulate:
         raise ValueError(
-            f"train: accumulate={config.accumulate} does not divide a rank's {len(rows)} rows "
+            f"train: accumulate={config.accumulate} does not divide a rank's {rows} rows "
             f"(batch-size={config.batch_size} over {arrangement.describe_rows(config.grid)}); "
-            f"use one of {[n for n in range(1, min(len(rows), 4096) + 1) if len(rows) % n == 0][:16]}"
+            f"use one of {[n for n in range(1, min(rows, 4096) + 1) if rows % n == 0][:16]}"
         )
     if config.pipeline > 1:
-        _check_pipeline(config, model.n_layer, len(rows) // config.accumulate)
+        _check_stages(config, model.n_layer, rows // config.accumulate)
     overlap_of(config)
     return model
 
 
-def _check_numbers(config: TrainConfig) -> None:
+def _check_values(config: TrainConfig) -> None:
+    """Check each option by itself: the bounds of numbers, and words."""
     for field in dataclasses.fields(config):
-        allowed, value = field.metadata["bounds"], getattr(config, field.name)
-        if allowed is None or value is None:
-            continue
-        if field.name == "min_lr" and math.isfinite(config.lr):
-            allowed = allowed._replace(words=f"in [0, {config.lr:g}]", most=config.lr)
-        if not allowed.least <= value <= allowed.most:
-            name = field.name.replace("_", "-")
-            raise ValueError(f"train: {name}={value} is out of range; it must be {allowed.words}")
-    if config.zero not in (0, 1, 2):
-        raise ValueError(f"train: zero={config.zero} is not 0, 1 or 2; for what ZeRO-3 does, give the grid's z ranks")
+        bounds, value, name = field.metadata["bounds"], getattr(config, field.name), field.name.replace("_", "-")
+        if name == "min-lr" and math.isfinite(config.lr):
+            bounds = bounds._replace(words=f"in [0, {config.lr:g}]", most=config.lr)
+        if bounds is not None and value is not None and not bounds.least <= value <= bounds.most:
+            raise ValueError(f"train: {name}={value} is out of range; it must be {bounds.words}")
+    for name, value, words in (
+        ("precision", config.precision, PRECISIONS),
+        ("recompute-keeps", config.recompute_keeps, KEPT),
+        ("optimizer", config.optimizer, OPTIMIZERS),
+    ):
+        if value not in words:
+            raise ValueError(f"train: {name}={value!r} is not one of {', '.join(words)}")
+    if config.recompute_keeps != "nothing" and not config.recompute:
+        raise ValueError(f"train: recompute-keeps={config.recompute_keeps} says what --recompute keeps; say that too")
     if config.goldfish_k == 1:
         raise ValueError("train: goldfish-k=1 would leave every token out; use 0 (off), or 2 and more")
 
 
-def _check_pipeline(config: TrainConfig, blocks: int, rows: int) -> None:
+def _check_stages(config: TrainConfig, blocks: int, rows: int) -> None:
     """Check the options of stages: of a model of so many blocks, with so many rows of a rank in a piece."""
     pipeline_schedule.check_algorithm(config.schedule, config.algorithm)
     stages = config.pipeline * pipeline_schedule.schedule_kind(config.schedule).stages_per_rank
-    cut.check(blocks, stages, config.stage_cuts)
+    cut.check(blocks, stages, cut.read(config.cuts))
     pipeline_schedule.check(config.schedule, config.microbatches, config.pipeline)
     if rows < config.microbatches:
         parts = config.batch_size // config.accumulate // rows
@@ -155,17 +159,8 @@ def check_machine(config: TrainConfig, model: nn.Module) -> None:
         )
 
 
-def _check_device(config: TrainConfig) -> None:
-    kind, index = check_device("train", config.device)
-    if index is not None and config.ranks > 1:
-        raise ValueError(
-            f"train: device={config.device!r} is one device, and grid {config.grid} has {config.ranks} ranks;"
-            f" use device={kind!r}, which gives each rank its own"
-        )
-
-
-def _check_offload(config: TrainConfig, blocks: int) -> None:
-    offload = offload_of(config)
+def _check_offload(config: TrainConfig, blocks: int, device: str) -> None:
+    offload, place = offload_of(config), config.offload_dir
     if offload.optimizer and config.optimizer != "adamw":
         raise ValueError(
             f"train: offload={config.offload!r} puts AdamW's state on the lower tier, and optimizer={config.optimizer};"
@@ -177,26 +172,24 @@ def _check_offload(config: TrainConfig, blocks: int) -> None:
             f"train: offload={config.offload!r} asks for {activations} blocks, and the model has {blocks}; use"
             " activations for all"
         )
-    if config.offload_dir is None:
-        return
-    if config.offload == "none":
-        raise ValueError(f"train: offload-dir={config.offload_dir} without offload; say what goes there: --offload ...")
-    if check_device("train", config.device)[0] != "cpu":
+    if place is not None and config.offload == "none":
+        raise ValueError(f"train: offload-dir={place} without offload; say what goes there: --offload ...")
+    if place is not None and device != "cpu":
         raise ValueError(
-            f"train: offload-dir={config.offload_dir} is of CPU ranks; on device={config.device!r} the lower tier is"
+            f"train: offload-dir={place} is of CPU ranks; on device={config.device!r} the lower tier is"
             " pinned memory of the host: leave it out"
         )
-    folder.check_writable("train: offload-dir", Path(config.offload_dir))
+    if place is not None:
+        folder.check_writable("train: offload-dir", Path(place))
 
 
 def _check_files(config: TrainConfig) -> None:
     """Check that what a run writes can be written, before it has trained for hours."""
     if not config.out.strip():
         raise ValueError("train: out is empty; name the folder of the run")
-    out = Path(config.out)
+    out, trace = Path(config.out), None if config.trace is None else Path(config.trace)
     for each in (out, out / CHECKPOINTS) if config.saves else (out,):
         folder.check_writable("train: out", each)
-    written = {"out": out / PLOT_NAME, "out's log": out / LOG_NAME}
     if config.resume is not None:
         if not config.resume.strip():
             raise ValueError("train: resume is empty; use auto, or name a checkpoint")
@@ -210,8 +203,8 @@ def _check_files(config: TrainConfig) -> None:
             f"train: out={out} holds checkpoints of an earlier run, the newest {older.name}; go on from it with"
             " --resume, give another --out, or say --overwrite to remove them"
         )
-    if config.trace is not None:
-        trace = Path(config.trace)
+    written = {"out": out / PLOT_NAME, "out's log": out / LOG_NAME}
+    if trace is not None:
         if trace.is_dir():
             raise ValueError(f"train: trace={trace} is a folder; name a file, such as {trace}/trace.json")
         if trace.exists() and not trace.is_file():

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from axo.grid import Grid
-from axo.perf import cut
 
 KEPT = ("nothing", "products")
 OPTIMIZERS = ("adamw", "muon")
@@ -38,32 +37,20 @@ BELOW_1 = Bounds("in [0, 1)", 0, math.nextafter(1, 0))
 
 def overrides(given: Sequence[str]) -> dict[str, str]:
     """FIELD=VALUE, several times over, as a dict."""
-    pairs = {}
-    for override in given:
-        key, equals, value = override.partition("=")
-        if not equals or not key.strip():
+    pairs = [override.partition("=") for override in given]
+    for (name, equals, _), override in zip(pairs, given, strict=True):
+        if not equals or not name.strip():
             raise ValueError(f"train: --model-override {override!r} is not of the form FIELD=VALUE")
-        pairs[key.strip()] = value
-    return pairs
+    return {name.strip(): value for name, _, value in pairs}
 
 
-def _option(
-    default: Any, panel: str, help: str, bounds: Bounds | None = None, *, metavar: str | None = None, name: str = ""
-) -> Any:
-    """A field, and how it is given on the command line.
+def _option(default: Any, panel: str, help: str, bounds: Bounds | None = None, **shown: str) -> Any:
+    """A field (its default, or what makes it), and how ``axo train --help`` shows it: where, and in one line.
 
-    Args:
-        default: Its default, or what makes it.
-        panel: Where ``axo train --help`` shows it.
-        help: One line.
-        bounds: Of a number.
-        metavar: What stands for the value; None: its type.
-        name: Of the option, where it is not the field's own.
+    ``shown`` may have a metavar, where that is not the type, and the option's name, where it is not the field's.
     """
-    option = {"panel": panel, "help": help, "bounds": bounds, "metavar": metavar, "name": name}
-    if callable(default):
-        return field(default_factory=default, metadata=option)
-    return field(default=default, metadata=option)
+    value = {"default_factory": default} if callable(default) else {"default": default}
+    return field(metadata={"panel": panel, "help": help, "bounds": bounds, **shown}, **value)
 
 
 @dataclass(frozen=True)
@@ -124,7 +111,10 @@ class TrainConfig:
     offload_dir: str | None = _option(
         None, OPTIMIZER, "Its folder, for CPU ranks. Default: that of --out.", metavar="DIR"
     )
-    zero: int = _option(0, OPTIMIZER, "1: optimizer state cut over data; 2: gradients too.")
+    zero: int = _option(
+        0, OPTIMIZER, "1: optimizer state cut over data; 2: gradients too.",
+        Bounds("0, 1 or 2; for what ZeRO-3 does, give the grid's z ranks", 0, 2),
+    )  # fmt: skip
     overlap: str = _option("oar,ors,oag", OPTIMIZER, "What hides behind products: oar, ors, oag, or none.")
     gather_cache: str = _option(
         "all", OPTIMIZER, "Gathered weights kept until backward: all, none, a number of layers, or 512MiB."
@@ -157,18 +147,6 @@ class TrainConfig:
     def shown(self) -> str:
         """The grid, and the stages if there are several."""
         return self.grid.in_stages(self.pipeline)
-
-    @property
-    def stage_cuts(self) -> str | list[int]:
-        """``cuts`` as ``axo.pipeline.split`` takes them.
-
-        Raises:
-            ValueError: They are neither known words nor numbers.
-        """
-        try:
-            return cut.read(self.cuts)
-        except ValueError as error:
-            raise ValueError(f"train: {error}") from None
 
     @property
     def last_lr(self) -> float:

@@ -21,7 +21,7 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,11 +92,9 @@ def digest_of(files: Sequence[Path]) -> str:
         size = file.stat().st_size
         hasher.update(json.dumps([file.name, size]).encode())
         with open(file, "rb") as opened:
-            for block in range(_BLOCKS):  # evenly apart, the first and the last among them
+            for block in range(_BLOCKS if size > _BLOCK_BYTES else 1):  # evenly apart, the first and the last too
                 opened.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
                 hasher.update(opened.read(_BLOCK_BYTES))
-                if size <= _BLOCK_BYTES:
-                    break
     return hasher.hexdigest()[:12]
 
 
@@ -161,11 +159,7 @@ def tokenizer_vocab_size(tokenizer: Path) -> int:
     Raises:
         ValueError: The file is missing or is not a tokenizer.
     """
-    return _vocab_size(_load_tokenizer(tokenizer))
-
-
-def _vocab_size(loaded: Tokenizer) -> int:
-    return max(loaded.get_vocab().values()) + 1
+    return max(_load_tokenizer(tokenizer).get_vocab().values()) + 1
 
 
 def encode(files: Sequence[Path], tokenizer: Path, cache: Path) -> Corpus:
@@ -178,31 +172,26 @@ def encode(files: Sequence[Path], tokenizer: Path, cache: Path) -> Corpus:
         ValueError: The tokenizer cannot be loaded.
     """
     loaded = _load_tokenizer(tokenizer)
-    vocab_size = _vocab_size(loaded)
+    vocab_size = max(loaded.get_vocab().values()) + 1
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stamps = [(str(file.resolve()), *_stamp(file.stat())) for file in files]
     key = hashlib.sha256(tokenizer.read_bytes() + json.dumps(stamps).encode()).hexdigest()[:24]
     target = cache / f"tokens-{key}.{dtype}"
     cache.mkdir(parents=True, exist_ok=True)
     with os.fdopen(open_own(cache / ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file, whatever happens to this process
         if not target.exists():
-            _encode_into(target, files, loaded, dtype)
+            _encode_into(target, files, loaded, np.dtype(dtype).newbyteorder("<"))
     return Corpus([target], dtype, vocab_size, digest_of(files))
 
 
-def _encode_into(target: Path, files: Sequence[Path], tokenizer: Tokenizer, dtype: str) -> None:
+def _encode_into(target: Path, files: Sequence[Path], tokenizer: Tokenizer, dtype: np.dtype) -> None:
     with whole_file(target) as unfinished, open(unfinished, "wb") as out:
-        for piece in _pieces(files):
-            ids = tokenizer.encode(piece.decode("utf-8", "replace"), add_special_tokens=False).ids
-            out.write(np.asarray(ids, dtype=np.dtype(dtype).newbyteorder("<")).tobytes())
-
-
-def _pieces(files: Sequence[Path]) -> Iterator[bytes]:
-    for file in files:
-        with open(file, "rb") as handle:
-            while lines := handle.readlines(_ENCODE_BYTES):
-                yield b"".join(lines)
+        for file in files:
+            with open(file, "rb") as text:
+                while lines := text.readlines(_ENCODE_BYTES):
+                    piece = b"".join(lines).decode("utf-8", "replace")
+                    out.write(np.asarray(tokenizer.encode(piece, add_special_tokens=False).ids, dtype).tobytes())
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:
@@ -225,15 +214,13 @@ def rank_rows(batch_size: int, grid: Grid, coords: Coords, arrangement: Arrangem
         ValueError: ``batch_size`` does not divide over the axes that split rows.
     """
     parts = arrangement.row_parts(grid)
-    if batch_size < 1:
-        raise ValueError(f"batch: batch-size={batch_size} is out of range; it must be at least 1")
-    if batch_size % parts:
-        near = sorted({max(1, batch_size // parts) * parts, -(-batch_size // parts) * parts})
+    rows, rest = divmod(batch_size, parts)
+    if rest:
+        near = sorted({max(1, rows) * parts, -(-batch_size // parts) * parts})
         raise ValueError(
             f"batch: batch-size={batch_size} rows do not divide over {'*'.join(reversed(arrangement.rows))}={parts} of"
             f" grid {grid}; use {' or '.join(map(str, near))}"
         )
-    rows = batch_size // parts
     first = arrangement.row_part(grid, coords) * rows
     return range(first, first + rows)
 

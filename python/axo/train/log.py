@@ -1,4 +1,4 @@
-"""What people see of a run: its log, and a progress bar on a terminal or about ten plain lines elsewhere.
+"""What people see of a run: its log, a progress bar on a terminal or about ten plain lines elsewhere, and its picture.
 
 The log is JSON lines: one header, one line a step, one summary. Each line is flushed when it is written.
 
@@ -13,12 +13,14 @@ Units: seconds, tokens a second, flops of the whole step on all ranks. Model flo
 from __future__ import annotations
 
 import json
+import math
+import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from litgpt.config import Config
@@ -27,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from axo import files
 from axo.checkpoint.folder import whole_file
+from axo.files import open_own
 from axo.perf.flops import narayanan
 from axo.train import models
 from axo.train.config import LOG_NAME, TrainConfig
@@ -35,6 +38,7 @@ from axo_kernels.device import cpu_model
 
 _MOST = 1 << 30  # bytes of a log
 _LINES = 10  # about, of a run that is shown on no terminal
+_MUTED, _AXO, _SERIAL, _LIMIT = "#6b7785", "#1668a8", "#f0a03c", "#c43d3d"
 # Dense bf16 peak in TFLOP/s by a part of the device's name; a more telling part stands before a shorter one.
 _BF16_PEAKS = {
     "H100 PCIe": 756.0, "H100 NVL": 835.0, "GH200": 989.0, "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0,
@@ -58,55 +62,34 @@ class TrainLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = _lines_before(self.path, start)
         if kept:  # until they are on disk once more they stay where they are
-            with whole_file(self.path.resolve()) as unfinished:
+            with whole_file(self.path) as unfinished:
                 unfinished.write_text("".join(kept), encoding="utf-8")
-        self._file = open(self.path, "a" if kept else "w", encoding="utf-8")
+        self._file = _open(self.path, anew=not kept)
         assert model.padded_vocab_size is not None
         sizes = (config.batch_size, config.seq_len, model.n_layer, model.n_embd, model.padded_vocab_size)
         self._flops = [narayanan(*sizes, recompute=recompute) for recompute in (False, config.recompute)]
         device = torch.cuda.get_device_name(config.device) if config.device.startswith("cuda") else cpu_model()
         peak = config.peak_tflops or peak_tflops(device, config.precision)
         self._peak = None if peak is None else peak * 1e12 * config.ranks  # flops a second of all ranks
-        parameters = models.count_parameters(model)
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         for name in ("axo", "litgpt", "triton", "numpy"):
             with suppress(PackageNotFoundError):  # its distribution may have another name
                 versions[name] = version(name)
-        self.write(
-            {
-                "kind": "header",
-                "config": config.as_dict(),
-                "model": {"parameters": parameters, "layers": model.n_layer, "hidden": model.n_embd},
-                "tokens": tokens,
-                "versions": versions,
-                "grid": str(config.grid),
-                "pipeline": config.pipeline,
-                "ranks": config.ranks,
-                "transport": transport,
-                "device": device,
-                "peak_tflops_a_rank": peak,
-                "start": start,
-            }
-        )
+        parameters = models.count_parameters(model)
+        sizes_of_model = {"parameters": parameters, "layers": model.n_layer, "hidden": model.n_embd}
+        header: dict[str, Any] = {"kind": "header", "config": config.as_dict(), "model": sizes_of_model}
+        header |= {"tokens": tokens, "versions": versions, "grid": str(config.grid), "pipeline": config.pipeline}
+        header |= {"ranks": config.ranks, "transport": transport, "device": device, "peak_tflops_a_rank": peak}
+        self.write(header | {"start": start})
 
     def step(self, step: Step) -> dict[str, Any]:
         """Write one step; return the line."""
         share = {axis: seconds / step.seconds for axis, seconds in step.blocked.items()}
         mfu, hfu = (None if self._peak is None else flops / (self._peak * step.seconds) for flops in self._flops)
-        line = {
-            "kind": "step",
-            "step": step.index,
-            "loss": step.loss,
-            "lr": step.lr,
-            "grad_norm": step.grad_norm,
-            "seconds": step.seconds,
-            "tokens_per_s": step.tokens / step.seconds,
-            "comm_share": share | {"all": sum(share.values())},
-            "model_flops": self._flops[0],
-            "hardware_flops": self._flops[1],
-            "mfu": mfu,
-            "hfu": hfu,
-        }
+        line = {"kind": "step", "step": step.index, "loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm}
+        line |= {"seconds": step.seconds, "tokens_per_s": step.tokens / step.seconds}
+        line |= {"comm_share": share | {"all": sum(share.values())}, "model_flops": self._flops[0]}
+        line |= {"hardware_flops": self._flops[1], "mfu": mfu, "hfu": hfu}
         self.write(line)
         return line
 
@@ -116,7 +99,7 @@ class TrainLog:
             if not self.path.exists():  # moved or removed, with the run's folder or alone
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file.close()
-                self._file = open(self.path, "a", encoding="utf-8")
+                self._file = _open(self.path, anew=False)
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         except OSError as error:
@@ -128,12 +111,23 @@ class TrainLog:
         self._file.close()
 
 
+def _open(path: Path, *, anew: bool) -> TextIO:
+    """A run's log, at its end; no link to a file elsewhere.
+
+    Raises:
+        ValueError: It is one.
+    """
+    descriptor = open_own(path)
+    if anew:
+        os.ftruncate(descriptor, 0)
+    return os.fdopen(descriptor, "a", encoding="utf-8")
+
+
 def _lines_before(path: Path, start: int) -> list[str]:
     """The lines of an older log that stay when a run goes on from ``start``: headers, and the steps before."""
-    if start == 0 or not path.is_file():
-        return []
     kept = []
-    for line in files.read_bytes(path, _MOST).decode("utf-8", "replace").splitlines(keepends=True):
+    data = files.read_bytes(path, _MOST) if start and path.is_file() else b""
+    for line in data.decode("utf-8", "replace").splitlines(keepends=True):
         try:
             entry = files.parse_json(line)
         except ValueError:  # the run was killed while it wrote
@@ -151,12 +145,7 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
 
 
 class Display(Progress):
-    """A context that shows the lines of a log.
-
-    Args:
-        title: Names the run.
-        steps: Steps it will have.
-    """
+    """A context that shows the lines of a log, of a run of that ``title`` with so many ``steps``."""
 
     def __init__(self, title: str, steps: int) -> None:
         console, figures = Console(), TextColumn("{task.fields[figures]}")
@@ -176,3 +165,51 @@ class Display(Progress):
             self.update(self._task, completed=done, figures=figures)
         elif done in (1, self._steps) or done * _LINES // self._steps > (done - 1) * _LINES // self._steps:
             self.console.print(f"{self._title} {done}/{self._steps}: {figures}", highlight=False, soft_wrap=True)
+
+
+def draw(
+    path: Path,
+    losses: Sequence[float],
+    *,
+    title: str,
+    subtitle: str,
+    vocabulary: int,
+    serial: Sequence[float] | None = None,
+    limit: float | None = None,
+) -> None:
+    """Draw the losses (nats, of each step) as a PNG; with a serial run, its curve behind and the difference below.
+
+    ``vocabulary``: tokens, of which ln is what a guess costs. ``limit``: what the difference may be at most.
+    """
+    from axo.perf.plots import new_figure  # only here: a run needs it once it has trained
+
+    steps = range(1, len(losses) + 1)
+    figure, top, *below = new_figure(9, 5 if serial is None else 6.6, (1,) if serial is None else (3, 1))
+    _draw_line(top, math.log(vocabulary), _MUTED, f"a guess: ln({vocabulary}) = {math.log(vocabulary):.2f}")
+    if serial is not None:
+        top.plot(steps, serial, color=_SERIAL, linewidth=5, alpha=0.75, solid_capstyle="round", label="serial")
+        differences = [max(1e-9, abs(a - b)) for a, b in zip(losses, serial, strict=True)]  # a logarithm shows no 0
+        below[0].plot(steps, differences, color=_AXO, linewidth=1.2)
+        below[0].set(yscale="log", ylabel="|loss - serial|")
+        if limit is not None:
+            _draw_line(below[0], limit, _LIMIT, f"limit {limit:.0e}")
+    top.plot(steps, losses, color=_AXO, linewidth=1.8, solid_capstyle="round", label="Axo")
+    tail = sum(losses[-10:]) / len(losses[-10:])
+    beside: dict[str, Any] = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontweight": "bold"}
+    top.annotate(f"{tail:.2f}", (len(losses), tail), color=_AXO, **beside)
+    top.set(ylabel="loss (nats a token)", xlim=(1, max(2, len(losses))))
+    if serial is not None:
+        top.legend(frameon=False, loc="lower left")
+    figure.axes[-1].set_xlabel("step")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
+    top.set_title(subtitle, loc="left", fontsize=10, color=_MUTED)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # a link there is not followed
+    figure.savefig(path)
+
+
+def _draw_line(axes: Any, height: float, color: str, words: str) -> None:
+    """A dashed line across, with its words at the right end."""
+    axes.axhline(height, color=color, linewidth=1, linestyle=(0, (4, 4)))
+    above: dict[str, Any] = {"xytext": (0, 5), "textcoords": "offset points", "ha": "right", "fontsize": 9}
+    axes.annotate(words, (1, height), xycoords=("axes fraction", "data"), color=color, **above)

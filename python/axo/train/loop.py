@@ -29,6 +29,7 @@ from torch import nn
 import axo
 from axo import pipeline
 from axo.grid import AXES
+from axo.perf import cut
 from axo.train import data, models, recipe
 from axo.train.check import offload_of, overlap_of
 from axo.train.config import TrainConfig
@@ -69,7 +70,6 @@ class Trainer:
         built: tuple[GPT, list[nn.Module]] | None = None,
     ) -> None:
         self.config, self.comms, self.batches = config, comms, batches
-        offload = offload_of(config)
         self.model, modules = built or build_model(config, comms)
         self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement)
         self.loss = axo.nn.CrossEntropyLoss(
@@ -79,8 +79,7 @@ class Trainer:
         self._schedule = self._build_schedule(modules) if modules else None
         self._weight = 0.0  # of a token's loss in the piece under way
         self._total: torch.Tensor  # of this rank's token losses
-        adamw = offload.adamw if offload.optimizer or offload.parameters else torch.optim.AdamW
-        self.optimizer = recipe.build_optimizer(self.model, config, adamw)
+        self.optimizer = recipe.build_optimizer(self.model, config, offload_of(config))
         self.scaler = axo.GradScaler(enabled=config.precision == "16-mixed", comms=comms)
         self.asked_to_stop: Callable[[], bool] = lambda: False
 
@@ -90,16 +89,15 @@ class Trainer:
         Raises:
             FloatingPointError: The loss is not finite on any rank's rows; every rank raises.
         """
-        started, blocked_before = time.perf_counter(), self.comms.blocked_seconds
-        config, comms = self.config, self.comms
+        started, config, comms = time.perf_counter(), self.config, self.comms
+        blocked_before = comms.blocked_seconds
         lr = recipe.set_learning_rate(self.optimizer, index, config)
         inputs, targets = (torch.from_numpy(part).to(comms.device) for part in self.batches.read(index, self.rows))
         mine, tokens = self.accumulate(inputs, recipe.wanted_targets(inputs, targets, config))
         norm = float(self.update())
         blocked = [comms.blocked_seconds.get(axis, 0.0) - blocked_before.get(axis, 0.0) for axis in _AXES]
         shared = torch.tensor([float(mine), self.asked_to_stop(), *blocked], dtype=torch.float64, device=comms.device)
-        if comms.everyone.size > 1:
-            comms.everyone.all_reduce(shared)
+        comms.everyone.all_reduce(shared)
         total, stop, *blocked = shared.tolist()
         comms.poll()  # the host has seen the end of the step: a NaN may be rows that a peer never sent
         loss = total / (comms.grid.world_size // comms.data_ranks) / tokens  # of ranks with the same rows, each counts
@@ -109,8 +107,8 @@ class Trainer:
                 " smaller lr or a longer warmup"
             )
         means = {axis: seconds / comms.everyone.size for axis, seconds in zip(_AXES, blocked, strict=True)}
-        seconds, rows = time.perf_counter() - started, config.batch_size
-        return Step(index, loss, lr, norm, seconds, rows * config.seq_len, means, stop > 0)
+        seconds, tokens = time.perf_counter() - started, config.batch_size * config.seq_len
+        return Step(index, loss, lr, norm, seconds, tokens, means, stop > 0)
 
     def accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Add the gradient of the mean loss over all ranks' tokens to ``.grad``.
@@ -163,13 +161,8 @@ class Trainer:
 
     def _build_schedule(self, modules: list[nn.Module]) -> pipeline.Schedule:
         config, rows = self.config, len(self.rows) // self.config.accumulate
-        self.stages = pipeline.stages(
-            modules,
-            self.comms,
-            rows=-(-rows // config.microbatches),
-            tokens=config.seq_len,
-            forward_context=partial(recipe.autocast, config),
-        )
+        most, context = -(-rows // config.microbatches), partial(recipe.autocast, config)
+        self.stages = pipeline.stages(modules, self.comms, rows=most, tokens=config.seq_len, forward_context=context)
         return pipeline.schedule(
             config.schedule, self.stages, microbatches=config.microbatches, loss=self._loss_of, mean=False, rows=rows
         )
@@ -190,7 +183,7 @@ def build_stages(config: TrainConfig, comms: axo.Communicators) -> tuple[GPT, li
     )  # fmt: skip
     if config.pipeline == 1:
         return model, []
-    return model, pipeline.split(model, comms, config.stage_cuts, **pipeline.layout(config.schedule))
+    return model, pipeline.split(model, comms, cut.read(config.cuts), **pipeline.layout(config.schedule))
 
 
 def build_model(config: TrainConfig, comms: axo.Communicators) -> tuple[GPT, list[nn.Module]]:

@@ -10,6 +10,7 @@ import difflib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -27,6 +28,7 @@ TINY: dict[str, Any] = {
 _MAY_BE_0 = ("n_expert", "n_shared_expert", "n_expert_per_token", "first_k_dense_replace", "sliding_window_size")
 _MOST = 10**8  # of what memory is taken for
 _ANY = ("rope_base",)
+_TYPES = get_type_hints(Config)
 
 
 def resolve(model: str, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -82,15 +84,14 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 def _from_name(name: str) -> dict[str, Any]:
     """The fields of LitGPT's configuration of that name, LitGPT's or Hugging Face's."""
-    names = {"tiny": TINY, **name_to_config}
-    if name in names:
-        return names[name]
-    for fields in configs:
-        theirs = fields["hf_config"]
-        if name in (theirs["name"], f"{theirs['org']}/{theirs['name']}"):
-            return fields
-    near = _near(name.rpartition("/")[2], names, "; the nearest are {}", ", ")
-    raise ValueError(f"model {name!r} is neither a LitGPT configuration nor a .yaml or .json file{near}")
+    litgpts = name_to_config | {"tiny": TINY}
+    hugging_faces = [(fields["hf_config"], fields) for fields in reversed(configs)]  # the first of a name counts
+    names = {f"{theirs['org']}/{theirs['name']}": fields for theirs, fields in hugging_faces}
+    names |= {theirs["name"]: fields for theirs, fields in hugging_faces} | litgpts
+    if name not in names:
+        near = _near(name.rpartition("/")[2], litgpts, "; the nearest are {}", ", ")
+        raise ValueError(f"model {name!r} is neither a LitGPT configuration nor a .yaml or .json file{near}")
+    return names[name]
 
 
 def _near(word: str, words: Iterable[str], sentence: str, between: str) -> str:
@@ -109,29 +110,25 @@ def _parse(field: str, value: Any) -> Any:
 
 def _check_field(owner: str, key: str, value: Any) -> None:
     """Check a field's value by the type that ``litgpt.Config`` gives it: LitGPT itself fails on it much later."""
-    types = get_type_hints(Config)
-    if key not in types:
-        near = _near(key, types, "; did you mean {}?", " or ")
+    if key not in _TYPES:
+        near = _near(key, _TYPES, "; did you mean {}?", " or ")
         raise ValueError(f"{owner}: litgpt.Config has no field {key!r}{near}")
-    kinds = get_args(types[key]) if get_origin(types[key]) is not Literal else ()
-    kinds = kinds or (types[key],)
-    if value is None and type(None) in kinds:
+    words = get_args(_TYPES[key]) if get_origin(_TYPES[key]) is Literal else ()
+    kinds = () if words else get_args(_TYPES[key]) or (_TYPES[key],)
+    whole, least = isinstance(value, int) and not isinstance(value, bool), 0 if key in _MAY_BE_0 else 1
+    counts = whole and least <= value and (value <= _MOST or key in _ANY)
+    if value is None and NoneType in kinds:
         return
-    wrong, whole = f"{owner}: {key}={value!r} is not", isinstance(value, int) and not isinstance(value, bool)
-    if get_origin(types[key]) is Literal and value not in get_args(types[key]):
-        raise ValueError(f"{wrong} known; use one of {', '.join(get_args(types[key]))}")
-    if bool in kinds and not isinstance(value, bool):
-        raise ValueError(f"{wrong} true or false")
-    if float in kinds and not whole and not isinstance(value, float):
-        raise ValueError(f"{wrong} a number")
-    if int in kinds:
-        if not whole:
-            raise ValueError(f"{wrong} a whole number")
-        least = 0 if key in _MAY_BE_0 else 1
-        if value < least or (value > _MOST and key not in _ANY):
-            raise ValueError(f"{wrong} a count from {least} to {_MOST}")
-    if key == "rotary_percentage" and not 0 <= value <= 1:
-        raise ValueError(f"{wrong} in [0, 1]")
+    for applies, right, wanted in (
+        (bool(words), value in words, f"known; use one of {', '.join(words)}"),
+        (bool in kinds, isinstance(value, bool), "true or false"),
+        (float in kinds, whole or isinstance(value, float), "a number"),
+        (int in kinds, whole, "a whole number"),
+        (int in kinds, counts, f"a count from {least} to {_MOST}"),
+        (key == "rotary_percentage", isinstance(value, int | float) and 0 <= value <= 1, "in [0, 1]"),
+    ):
+        if applies and not right:
+            raise ValueError(f"{owner}: {key}={value!r} is not {wanted}")
 
 
 def _explain(fields: Mapping[str, Any]) -> str:

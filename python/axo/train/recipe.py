@@ -9,7 +9,6 @@ Plain torch: nothing here knows of ranks. Source: the usual recipe (GPT-3, LitGP
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from axo.nn.goldfish import goldfish_targets
+from axo.offload.options import Offload
 from axo.optim.muon import Muon, muon_groups
 from axo.train.config import TrainConfig
 
@@ -41,9 +41,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Train
 
 
 def build_optimizer(
-    model: torch.nn.Module, config: TrainConfig, adamw: Callable[..., torch.optim.AdamW] = torch.optim.AdamW
+    model: torch.nn.Module, config: TrainConfig, offload: Offload | None = None
 ) -> torch.optim.Optimizer:
-    """Build the optimizer: AdamW by ``adamw``; or Muon, its updates as large as AdamW's, since they share a rate.
+    """Build AdamW, its state where ``offload`` says; or Muon, its updates as large as AdamW's, since they share a rate.
 
     Weights (two dims and more) decay, biases and norms do not.
     """
@@ -56,6 +56,7 @@ def build_optimizer(
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
+    adamw = offload.adamw if offload and (offload.optimizer or offload.parameters) else torch.optim.AdamW
     return adamw([group for group in groups if group["params"]], lr=config.lr, betas=betas)
 
 
@@ -67,9 +68,7 @@ def autocast(config: TrainConfig) -> AbstractContextManager[Any]:
 
 def wanted_targets(inputs: torch.Tensor, targets: torch.Tensor, config: TrainConfig) -> torch.Tensor:
     """The targets (rows, seq_len) that the loss is taken over; those that goldfish loss leaves out become -100."""
-    if not config.goldfish_k:
-        return targets
-    return goldfish_targets(inputs, targets, config.goldfish_k, config.goldfish_h)
+    return goldfish_targets(inputs, targets, config.goldfish_k, config.goldfish_h) if config.goldfish_k else targets
 
 
 def finish_model(model: torch.nn.Module, config: TrainConfig) -> None:

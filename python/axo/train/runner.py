@@ -27,10 +27,10 @@ from axo.checkpoint.ranks import agree, checkpoint_group
 from axo.grid import check_ranks
 from axo.launch import Rank, Termination, launch_local, set_threads
 from axo.offload import OffloadedAdamW
-from axo.train import data, plot
+from axo.train import data
 from axo.train.check import check
 from axo.train.config import CHECKPOINTS, LOG_NAME, PLOT_NAME, TrainConfig
-from axo.train.log import Display, TrainLog
+from axo.train.log import Display, TrainLog, draw
 from axo.train.loop import Step, Trainer
 from axo.train.serial import Parity, compare, train_serial
 
@@ -65,8 +65,7 @@ class Outcome:
     @property
     def tail_loss(self) -> float:
         """Mean of the last ``TAIL`` losses."""
-        tail = self.losses[-TAIL:]
-        return sum(tail) / len(tail)
+        return sum(self.losses[-TAIL:]) / len(self.losses[-TAIL:])
 
     @property
     def drop(self) -> float:
@@ -127,9 +126,8 @@ def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches,
     log, display = None, None
     if comms.everyone.rank == 0:
         if config.resume is not None:
-            origin = f"{checkpoints.origin}, after step {start}{checkpoints.changed}"
-            told = origin if checkpoints.origin else "the start: no checkpoint there"
-            print(f"axo train: goes on in {config.out} from {told}")
+            told = f"{checkpoints.origin}, after step {start}{checkpoints.changed}" if checkpoints.origin else ""
+            print(f"axo train: goes on in {config.out} from {told or 'the start: no checkpoint there'}")
         log = TrainLog(config, trainer.model.config, batches.tokens, comms.world.transport, start)
         display = Display(f"axo {config.shown}", config.steps)
     traced = min(start + WARM_STEPS, config.steps - 1) if config.trace is not None else -1
@@ -146,14 +144,11 @@ def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches,
                 stopped = termination.by  # another rank's is taken to be SIGTERM
                 break
     seconds, out = time.perf_counter() - began, Path(config.out)
-    outcome = Outcome(
-        losses, seconds, batches.vocab_size, out / LOG_NAME, out / PLOT_NAME,
-        start=start, checkpoint=checkpoints.last, stopped=stopped,
-    )  # fmt: skip
+    outcome = Outcome(losses, seconds, batches.vocab_size, out / LOG_NAME, out / PLOT_NAME, start=start)
     if log is not None:
         log.write({"kind": "summary", "steps": len(losses), "seconds": seconds, "tail_loss": outcome.tail_loss})
         log.close()
-    return outcome
+    return replace(outcome, checkpoint=checkpoints.last, stopped=stopped)
 
 
 def _traced_step(trainer: Trainer, index: int) -> Step:
@@ -178,11 +173,9 @@ def _finish(config: TrainConfig, batches: data.Batches, outcome: Outcome) -> Out
         f"{config.ranks} rank{'s' if config.ranks > 1 else ''} · {config.precision} · {config.batch_size} rows of "
         f"{config.seq_len} tokens · {_SHOWN[config.optimizer]}, lr {config.lr:g} · {took}"
     )
-    plot.draw(
-        outcome.plot, outcome.losses, title=f"{config.model} on {config.shown}", subtitle=subtitle,
-        vocabulary=outcome.vocabulary, serial=outcome.serial,
-        limit=outcome.parity.limit if outcome.parity is not None and not outcome.parity.relative else None,
-    )  # fmt: skip
+    limit = outcome.parity.limit if outcome.parity is not None and not outcome.parity.relative else None
+    curves: dict[str, Any] = {"vocabulary": outcome.vocabulary, "serial": outcome.serial, "limit": limit}
+    draw(outcome.plot, outcome.losses, title=f"{config.model} on {config.shown}", subtitle=subtitle, **curves)
     return outcome
 
 
@@ -228,35 +221,37 @@ class Checkpoints:
             ValueError: There is no such checkpoint, or it is of another model or another order of the data; or a later
                 step's place is taken.
         """
-        self._done, losses = self._load()
-        problem = ""
-        if self._config.saves and self._trainer.comms.everyone.rank == 0 and self._folder.is_dir():
+        config, losses, problem = self._config, [], ""
+        newest = None if config.resume is None else self._newest(self._run.id)
+        asked = newest if config.resume == "auto" else config.resume
+        if asked is not None:
+            losses = self._load(str(asked), newest)
+        elif config.resume is not None and (others := self._newest(None)) is not None:
+            raise ValueError(
+                f"train: the checkpoints in {self._folder} are another run's; name the one to go on from, such as"
+                f" --resume {others}"
+            )
+        self._done = len(losses)
+        if config.saves and self._trainer.comms.everyone.rank == 0 and self._folder.is_dir():
             try:
                 for path in sorted(self._folder.iterdir()):
-                    if self._done < (step_of(path.name) or 0) <= self._config.steps:
+                    if self._done < (step_of(path.name) or 0) <= config.steps:
                         check_place(path, self._run.id)
             except ValueError as error:
                 problem = str(error)
         agree(checkpoint_group(self._trainer.comms), problem)
         return self._done, losses
 
-    def _load(self) -> tuple[int, list[float]]:
+    def _newest(self, run: str | None) -> Path | None:
+        """The newest checkpoint of a run, None: of any. Rank 0 looks: the others might see the folder later."""
+        first = self._trainer.comms.everyone.rank == 0
+        return checkpoint.share_path(self._trainer.comms, checkpoint.latest(self._folder, run=run) if first else None)
+
+    def _load(self, path: str, newest: Path | None) -> list[float]:
+        """Load a checkpoint; ``newest`` is this run's. Returns the losses of the steps before it."""
         config, optimizer = self._config, self._trainer.optimizer
-        if config.resume is None:
-            return 0, []
-        newest = self._newest(self._run.id)
-        if config.resume == "auto" and newest is None:
-            others = self._newest(None)
-            if others is None:
-                return 0, []
-            raise ValueError(
-                f"train: the checkpoints in {self._folder} are another run's; name the one to go on from, such as"
-                f" --resume {others}"
-            )
         asked = [{name: group[name] for name in _OF_OPTIMIZER if name in group} for group in optimizer.param_groups]
-        loaded = checkpoint.load(
-            str(newest) if config.resume == "auto" else config.resume, self._trainer.model, optimizer
-        )
+        loaded = checkpoint.load(path, self._trainer.model, optimizer)
         self.origin = loaded.path
         for group, options in zip(optimizer.param_groups, asked, strict=True):
             for name, value in options.items():
@@ -285,14 +280,12 @@ class Checkpoints:
             )
         if extra.get("scaler"):
             self._trainer.scaler.load_state_dict(extra["scaler"])
-        return loaded.step, losses
+        return losses
 
     def _check_position(self, path: Path, extra: dict[str, Any]) -> None:
         """Refuse a checkpoint after which this run's data or model would be others."""
-        for what, saved, now in (
-            ("the order of the data", extra, self._order),
-            ("the model", extra.get("model", {}), self._model),
-        ):
+        order, model = "the order of the data", "the model"
+        for what, saved, now in ((order, extra, self._order), (model, extra.get("model", {}), self._model)):
             for name, value in now.items():
                 if name in saved and saved[name] != value:
                     option = name.replace("_", "-") if saved is extra else name
@@ -301,35 +294,24 @@ class Checkpoints:
                         " another: use the same, or say --allow-new-data"
                     )
 
-    def _newest(self, run: str | None) -> Path | None:
-        """The newest checkpoint of a run, None: of any. Rank 0 looks: the others might see the folder later."""
-        first = self._trainer.comms.everyone.rank == 0
-        return checkpoint.share_path(self._trainer.comms, checkpoint.latest(self._folder, run=run) if first else None)
-
     def after(self, step: Step, losses: list[float]) -> None:
         """Save if it is time: each ``save_every`` steps, after the last, and when any rank has been asked to end."""
         if not self._config.saves:
             return
-        self._done = step.index + 1
+        self._done, trainer = step.index + 1, self._trainer
         if step.stop and self._termination is not None:
             self._termination.tell_lost()
         ends = step.stop or self._done == self._config.steps
         if not ends and self._done % self._config.save_every:
             return
         self._run.hold()
+        # A copy of the losses: the file is written while the next steps add theirs. Not where that takes a copy of the
+        # optimizer's state which memory has no room for.
+        extra = self._order | {"model": self._model, "losses": list(losses), "scaler": trainer.scaler.state_dict()}
         handle = checkpoint.save(
-            self._folder,
-            self._trainer.model,
-            self._trainer.optimizer,
-            step=self._done,
-            # A copy of the losses: the file is written while the next steps add theirs.
-            extra=self._order
-            | {"model": self._model, "losses": list(losses), "scaler": self._trainer.scaler.state_dict()},
-            keep=self._config.keep,
-            run=self._run.id,
-            # Not while the next steps run if that takes a copy which memory has no room for.
-            async_=not isinstance(self._trainer.optimizer, OffloadedAdamW),
-        )
+            self._folder, trainer.model, trainer.optimizer, step=self._done, extra=extra, keep=self._config.keep,
+            run=self._run.id, async_=not isinstance(trainer.optimizer, OffloadedAdamW),
+        )  # fmt: skip
         self.last = handle.path
         if ends:
             handle.wait()

@@ -35,12 +35,12 @@ def train_serial(config: TrainConfig, batches: data.Batches) -> Iterator[float]:
     for step in range(config.steps):
         for optimizer in optimizers:
             recipe.set_learning_rate(optimizer, step, config)
-        pair = batches.read(step, range(config.batch_size))
-        inputs, targets = (torch.from_numpy(part).to(device) for part in pair)
+        rows = range(config.batch_size)
+        inputs, targets = (torch.from_numpy(part).to(device) for part in batches.read(step, rows))
         targets = recipe.wanted_targets(inputs, targets, config)
         tokens, total = int((targets != -100).sum()), 0.0
-        pieces = config.accumulate
-        for piece_in, piece_out in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
+        pieces = (part.tensor_split(config.accumulate) for part in (inputs, targets))
+        for piece_in, piece_out in zip(*pieces, strict=True):
             with recipe.autocast(config):
                 logits = model(piece_in)
             loss = F.cross_entropy(logits.float().flatten(0, 1), piece_out.flatten(), reduction="sum") / tokens

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from axo.comm.counting import Awaited, Observed, observers
 from axo.errors import user_message
 from axo.overlap import Events, record
 from axo.perf import chrome_trace, plots
-from axo.perf.chrome_trace import STREAMS, Span
+from axo.perf.chrome_trace import COMPUTE, STREAMS, Span
 from axo.perf.pipeline_schedule import Action, TimedAction, Timeline
 from axo.pipeline import actions
 from axo.train.loop import Step, Trainer
@@ -41,8 +41,8 @@ def traced_step(trainer: Trainer, index: int) -> Step:
 
     The picture is of the first rank, or of the first rank of each stage.
     """
-    config, comms, spans, hooks = trainer.config, trainer.comms, list[Span](), ExitStack()
-    with hooks:
+    config, comms, spans = trainer.config, trainer.comms, list[Span]()
+    with ExitStack() as hooks:
         for name, module in trainer.model.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
                 _time_passes(name or type(module).__name__, module, spans, hooks)
@@ -58,14 +58,10 @@ def traced_step(trainer: Trainer, index: int) -> Step:
         end = time.perf_counter()
         issued, waits = observers.close()
     spans += _communication(issued, waits, events)
-    spans += [
-        Span("compute", f"{event.layer} {_PRODUCTS[event.op]}", event.start, event.end, layer=event.layer)
-        for event in events
-        if event.what == "compute"
-    ]
-    spans += [Span("compute", f"{one.kind}{one.microbatch} stage {one.stage}", one.start, one.end) for one in ran]
-    if trainer.stages:
-        spans.append(Span("compute", "step", start, end))
+    computed = [event for event in events if event.what == "compute"]
+    spans += [Span(COMPUTE, f"{e.layer} {_PRODUCTS[e.op]}", e.start, e.end, layer=e.layer) for e in computed]
+    spans += [Span(COMPUTE, f"{one.kind}{one.microbatch} stage {one.stage}", one.start, one.end) for one in ran]
+    spans += [Span(COMPUTE, "step", start, end)] if trainer.stages else []
     spans.sort(key=lambda span: (span.start, -span.end))
     told = share(checkpoint_group(comms), [[astuple(span) for span in spans], [tuple(one) for one in ran], start])
     if comms.everyone.rank == 0:
@@ -75,8 +71,8 @@ def traced_step(trainer: Trainer, index: int) -> Step:
         try:
             every = [replace(Span(*one), rank=rank) for rank, (of_rank, _, _) in enumerate(told) for one in of_rank]
             chrome_trace.write(path, every, list(range(len(told))))
-            drawn = _stages(told[:: comms.grid.world_size], title) if trainer.stages else plots.timeline(spans, title)
-            path.with_suffix(".png").write_bytes(drawn)
+            picture = _stages(told[:: comms.grid.world_size], title) if trainer.stages else plots.timeline(spans, title)
+            path.with_suffix(".png").write_bytes(picture)
         except OSError as error:  # a full disk is no reason to end a run
             print(f"axo train: the trace is not written: {user_message(error)}", file=sys.stderr)
     comms.everyone.barrier()  # or the others would wait for rank 0 inside the next step
@@ -87,22 +83,18 @@ def _time_passes(name: str, module: nn.Module, spans: list[Span], hooks: ExitSta
     """Note when the module's forward and backward begin and end."""
     begun: dict[str, float] = {}
 
-    def begin(what: str) -> None:
+    def begin(what: str, *_: Any) -> None:
         begun[what] = time.perf_counter()
 
-    def end(what: str) -> None:
+    def end(what: str, *_: Any) -> None:
         if what in begun:
-            spans.append(Span("compute", f"{name} {what}", begun.pop(what), time.perf_counter()))
+            spans.append(Span(COMPUTE, f"{name} {what}", begun.pop(what), time.perf_counter()))
 
-    registered = [
-        module.register_forward_pre_hook(lambda *_: begin("forward")),
-        module.register_forward_hook(lambda *_: end("forward")),
-    ]
+    hooks.callback(module.register_forward_pre_hook(partial(begin, "forward")).remove)
+    hooks.callback(module.register_forward_hook(partial(end, "forward")).remove)
     if not isinstance(module, nn.Embedding):  # its input has no gradient, so nothing says when its backward begins
-        registered.append(module.register_full_backward_pre_hook(lambda *_: begin("backward")))
-        registered.append(module.register_full_backward_hook(lambda *_: end("backward")))
-    for hook in registered:
-        hooks.callback(hook.remove)
+        hooks.callback(module.register_full_backward_pre_hook(partial(begin, "backward")).remove)
+        hooks.callback(module.register_full_backward_hook(partial(end, "backward")).remove)
 
 
 def _time_calls(target: object, method: str, name: str, spans: list[Span], hooks: ExitStack) -> None:
@@ -111,7 +103,7 @@ def _time_calls(target: object, method: str, name: str, spans: list[Span], hooks
     def timed(*args: Any, **options: Any) -> Any:
         start = time.perf_counter()
         result = plain(*args, **options)
-        spans.append(Span("compute", name, start, time.perf_counter()))
+        spans.append(Span(COMPUTE, name, start, time.perf_counter()))
         return result
 
     setattr(target, method, timed)
@@ -140,22 +132,17 @@ def _layers(issued: list[Observed], events: Events) -> dict[int, str]:
     from before until after it where the rank is blocked."""
     layers: dict[int, str] = {}
     for event in events:
-        same = (
-            number
-            for number in range(len(issued) - 1, -1, -1)
-            if number not in layers
-            and (issued[number].op, issued[number].axis) == (event.op, event.axis)
-            and issued[number].start <= event.end
-        )
-        number = next(same, None) if event.what != "compute" else None
-        if number is not None:
-            pending = issued[number].work is not None
-            if pending == (event.what == "issue") and (pending or issued[number].start >= event.start):
+        for number in range(len(issued) - 1, -1, -1):  # the last one before the event's end
+            one = issued[number]
+            if number in layers or (one.op, one.axis) != (event.op, event.axis) or one.start > event.end:
+                continue
+            if (one.work is not None) if event.what == "issue" else (one.work is None and one.start >= event.start):
                 layers[number] = event.layer
+            break
     return layers
 
 
-def _stages(told: Iterable[Any], title: str) -> bytes:
+def _stages(told: list[Any], title: str) -> bytes:
     """The picture of the actions of one rank of each stage: a lane a rank, time across."""
     ran = [
         TimedAction(rank, Action(kind, stage, number), begin - start, end - start)

@@ -1,0 +1,198 @@
+"""Head and cross-entropy in chunks of rows: torch's on whole logits, and no tensor of tokens times vocabulary.
+
+Oracles: ``F.linear`` and ``F.cross_entropy`` on one rank; LitGPT's model trained serially; ``cost`` for what is sent.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from litgpt.config import Config
+from litgpt.model import GPT
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import axo
+from axo.nn import Features, linear_cross_entropy
+from axo.nn.linear_loss import linear_cross_entropy_cost
+from tests import gpt
+from tests.launcher import run_ranks
+from tests.nn.support import (
+    assert_close,
+    assert_counted,
+    assert_gradients_match,
+    mean_over_data_ranks,
+    my_rows,
+    once,
+    seed_apart,
+)
+
+ROWS, HIDDEN, VOCABULARY = 24, 12, 101
+CASES: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "bias": True, "transposed": True},
+    {"reduction": "none", "label_smoothing": 0.2, "bias": True, "softcap": 2.0},
+    {"vocab_size": 90, "z_loss": 1e-3},
+]
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    targets = torch.randint(80, (ROWS,), generator=generator)
+    targets[::5] = -100
+    return torch.randn(ROWS, HIDDEN, generator=generator), targets
+
+
+def weights(rows: int) -> torch.Tensor:
+    return torch.linspace(0.5, 2, rows)
+
+
+def expected(case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
+    torch.manual_seed(1)
+    head = nn.Linear(HIDDEN, VOCABULARY, case.get("bias", False))
+    x, targets = inputs()
+    x.requires_grad_()
+    logits = head(x)[:, : case.get("vocab_size", VOCABULARY)]
+    if "softcap" in case:
+        logits = case["softcap"] * torch.tanh(logits / case["softcap"])
+    losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=case.get("label_smoothing", 0.0))
+    losses = losses + case.get("z_loss", 0.0) * logits.logsumexp(1).square() * (targets != -100)
+    (losses * weights(ROWS) if case.get("reduction") == "none" else losses).sum().backward()
+    gradients = {name: p.grad for name, p in head.named_parameters()}
+    return losses.detach(), x.grad, gradients, head.state_dict()
+
+
+def gradients(grid: str, recompute: bool) -> None:
+    comms = axo.connect(grid)
+    for case in CASES:
+        losses, input_grad, serial, state = once(partial(expected, case))
+        options = {"reduction": "sum"} | {k: v for k, v in case.items() if k not in ("bias", "transposed")}
+        head = axo.nn.Linear(
+            HIDDEN, VOCABULARY, case.get("bias", False), comms=comms, transposed=case.get("transposed", False),
+            grad_reduce="sum", features=Features(uneven_out=True),
+        )  # fmt: skip
+        head.load_state_dict(state)
+        x, targets = inputs()
+        mine, ids = axo.shard_input(head, x).requires_grad_(), my_rows(comms, targets)
+        call = partial(linear_cross_entropy, head=head, target=ids, chunk_rows=5, **options)
+        with axo.count_collectives() as counts:
+            loss = checkpoint(call, mine, use_reentrant=False) if recompute else call(mine)
+            (loss * my_rows(comms, weights(ROWS))).sum().backward() if loss.dim() else loss.backward()
+        own = my_rows(comms, losses)
+        assert_close(loss, own if loss.dim() else own.sum(), 1e-5, f"{case}: loss")
+        assert_close(mine.grad, axo.shard_input(head, input_grad), 1e-5, f"{case}: gradient of the input")
+        assert_gradients_match(head, serial, 1e-5, str(case))
+        if loss.dim() == 0 and not recompute:
+            smoothing = "label_smoothing" in case
+            rows = ROWS // comms.grid.data
+            assert_counted(counts, linear_cross_entropy_cost(head, rows, label_smoothing=smoothing, chunk_rows=5))
+
+
+@pytest.mark.parametrize(
+    ("grid", "recompute"),
+    [("1x1x1x1", False), ("2x2x2x1", False), ("2x1x1x2", True), ("1x2x3x1", False), ("3x1x2x1", True)],
+)
+def test_equals_torchs_on_whole_logits(grid: str, recompute: bool) -> None:
+    run_ranks(gradients, axo.Grid.parse(grid).world_size, grid, recompute, timeout=90)
+
+
+def build(comms: Any, config: dict[str, Any], zero: int) -> GPT:
+    """LitGPT's model without its head, which stands beside it."""
+    seed_apart(comms)
+    model = axo.parallelize(GPT(Config(**config)), comms, zero=zero)
+    model.head, model.lm_head = model.lm_head, nn.Identity()
+    return model
+
+
+def train(grid: str, steps: int, zero: int, precision: torch.dtype) -> list[float]:
+    comms = axo.connect(grid)
+    model = build(comms, gpt.LLAMA, zero)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(steps):
+        ids, targets = (my_rows(comms, part) for part in gpt.batch(model.config, step))
+        total = 0.0
+        for piece in (0, 1):
+            with axo.no_sync(model) if piece == 0 else torch.enable_grad():
+                with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+                    hidden = model(ids.chunk(2)[piece])
+                    loss = linear_cross_entropy(hidden, model.head, targets.chunk(2)[piece], chunk_rows=7) / 2
+                loss.backward()
+            total += mean_over_data_ranks(comms, loss)
+        axo.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize(("grid", "zero"), [("2x2x1x2", 2), ("2x1x2x1", 0)])
+def test_twenty_steps_equal_serial_training(grid: str, zero: int) -> None:
+    """Two micro-batches a step, the first without synchronisation: blocks are added up before they are reduced."""
+    serial = gpt.serial_losses(gpt.LLAMA, 20, False)
+    found = run_ranks(train, axo.Grid.parse(grid).world_size, grid, 20, zero, torch.float32, timeout=120)[0]
+    assert found == pytest.approx(serial, abs=1e-4)
+
+
+def test_in_bfloat16_as_much_as_products_round() -> None:
+    serial = gpt.serial_losses(gpt.LLAMA, 5, False)
+    assert run_ranks(train, 4, "2x1x2x1", 5, 0, torch.bfloat16)[0] == pytest.approx(serial, rel=1e-2)
+
+
+class _Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operation gives, beside those of some shapes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def largest(chunk_rows: int) -> tuple[int, int, int]:
+    comms = axo.connect("2x1x2x1")
+    rows, hidden, vocabulary = 512, 16, 1024
+    head = axo.nn.Linear(hidden, vocabulary, False, comms=comms)
+    x = torch.randn(rows // 2, hidden, requires_grad=True)
+    with _Largest() as seen:
+        linear_cross_entropy(x, head, torch.zeros(rows // 2, dtype=torch.int64), chunk_rows=chunk_rows).backward()
+    return seen.elements, rows // 2 * vocabulary // 2, vocabulary // 2 * hidden
+
+
+def test_logits_never_exist_whole() -> None:
+    """The largest tensor is the block of the weight, where a chunk of logits is smaller."""
+    for elements, logits, block in run_ranks(largest, 4, 8):
+        assert elements <= block < logits / 8
+
+
+def refusals() -> None:
+    comms = axo.connect("2x1x1x1")
+    head = axo.nn.Linear(8, 12, comms=comms)
+    x, ids = torch.ones(3, 8), torch.zeros(3, dtype=torch.int64)
+    for options, words in (
+        ({"reduction": "max"}, "reduction='max' is not known"),
+        ({"softcap": 0.0}, "softcap=0.0 is not a number above 0"),
+        ({"chunk_rows": 0}, "chunk_rows=0 is not a whole number of at least 1"),
+        ({"vocab_size": 13}, "vocab_size=13 is not between 1 and the 12 columns"),
+        ({"head": nn.Linear(8, 12)}, "the head is a Linear; pass an axo.nn.Linear"),
+        ({"target": ids[:2]}, r"targets of shape \(2,\) do not fit"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            linear_cross_entropy(**({"input": x, "head": head, "target": ids} | options))
+    with pytest.raises(IndexError, match="target 12 is out of range"):
+        linear_cross_entropy(x, head, ids + 12)
+    loss = linear_cross_entropy(x, head, ids)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="only one backward"):
+        loss.backward()
+
+
+def test_bad_input_is_one_error() -> None:
+    run_ranks(refusals, 2)
