@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ NUMBERS = {
         "world_size": "ranks",
         "process_index": "rank",
         "local_process_index": "rank",
-        "local_rank": "rank",
+        "local_rank": "rank" if version("transformers") < "5" else "unset",
     },
     "HFTrainer": {"get_tp_size": "peers", "is_local_process_zero": "first", "is_world_process_zero": "first"},
 }
@@ -40,7 +41,7 @@ ACTIONS = {
     "rank_zero_first", "process_dataloader", "pad_across_processes", "split_between_processes", "main_process_first",
     "local_main_process_first", "on_process", "on_local_process", "on_main_process", "on_local_main_process",
     "on_last_process", "destroy_process_group", "get_process_log_level", "log_level_replica",
-    "create_accelerator_and_postprocess",
+    "create_accelerator_and_postprocess", "dataloader_multiprocessing_context",
 }  # fmt: skip
 OTHERS_PARALLELISM = r"^(context|data|data_parallel|pipeline|tensor)_parallel_(shard_)?rank$"  # wants its plugin
 
@@ -55,6 +56,7 @@ def check_numbers(numbers, rank, grid):
     meaning = {
         "ranks": ranks, "rank": rank, "data ranks": parts, "data rank": rank // (ranks // parts),
         "peers": ranks // parts, "first": rank == 0, "last": rank == ranks - 1, "host": 0, "hosts": 1,
+        "unset": -1,
     }  # fmt: skip
     for name, value in numbers.items():
         kind, _, name = name.partition(".")

@@ -79,12 +79,15 @@ def adapt(grid, cases, folder, packages):
     sys.path.insert(0, packages)
     import peft
     import transformers.trainer
+    import transformers.trainer_utils
     from safetensors.torch import load_file
     from transformers import Trainer, TrainingArguments
     from transformers.utils import import_utils
 
     import_utils._peft_available = True  # it was looked for when transformers was imported
-    transformers.trainer.PeftModel = peft.PeftModel
+    getattr(import_utils.is_peft_available, "cache_clear", lambda: None)()  # since transformers 5
+    for module in (transformers.trainer, transformers.trainer_utils):
+        module.PeftModel, module.PeftMixedModel = peft.PeftModel, peft.PeftMixedModel
 
     from examples.hf.train import model_of
     from examples.nanogpt.model import rows

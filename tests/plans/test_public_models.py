@@ -145,6 +145,10 @@ MODELS = {
 }
 
 
+# What the refusal of the model says: since transformers 5 Mamba's mixer reads the bias of that layer itself.
+PLANS = {"Mamba": {"*.dt_proj": "replicate"}} if transformers.__version__ >= "5" else {}
+
+
 def path_of(model):
     """Where the tables of its attention are from."""
     paths = set()
@@ -168,7 +172,7 @@ def one_step(grids):
             serial_seed()
             model = make()
             path = path_of(model)
-            axo.parallelize(model, comms, plan="auto")
+            axo.parallelize(model, comms, plan=PLANS.get(name, "auto"))
             loss = loss_of(model)
             loss.backward()
             assert_close(loss, expected, LIMIT, f"{grid} {name}: loss")

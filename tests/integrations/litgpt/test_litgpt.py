@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-from jsonargparse import Namespace
 
 from axo.grid import AXES, Grid
 from axo.integrations.litgpt import parsing
@@ -240,9 +239,9 @@ def test_serving_on_another_accelerator_is_refused(monkeypatch):
 
     monkeypatch.setenv("LT_ACCELERATOR", "cpu")
     for accelerator in ("auto", "cpu"):
-        _check_values(Namespace(accelerator=accelerator), Options(), PARALLEL["serve"])
+        _check_values({"accelerator": accelerator}, Options(), PARALLEL["serve"])
     with pytest.raises(ValueError, match=r"--accelerator cuda is not what the ranks use \(cpu\)"):
-        _check_values(Namespace(accelerator="cuda"), Options(), PARALLEL["serve"])
+        _check_values({"accelerator": "cuda"}, Options(), PARALLEL["serve"])
 
 
 @pytest.mark.parametrize(
@@ -394,7 +393,7 @@ def test_what_litgpt_would_download_is_left_to_it(tmp_path, monkeypatch):
         with contextlib.suppress(FileNotFoundError):
             auto_download_checkpoint(folder)
         known = command.PARALLEL["finetune_lora"]
-        options = parsing.parse("finetune_lora", known.load(), [folder]).litgpt
+        options = parsing.parse("finetune_lora", known.load(), [folder]).values
         with contextlib.nullcontext() if len(asked) > tried else pytest.raises(ValueError, match="not a checkpoint"):
             checks._check_paths(options, 1, False)
     assert asked == ["EleutherAI/pythia-14m", "no-such"]
@@ -467,7 +466,7 @@ def test_a_file_of_a_model_is_taken_and_forms_of_data(tmp_path, monkeypatch):
         ["--data", "JSON", "--data.json_path", "a.json", "--data.val_split_fraction", "0.5"],
         ["--data", "JSON", "--data.init_args", "{json_path: a.json}"],
     ):
-        assert isinstance(parsing.parse("finetune_lora", setup, [".", *given]).values(setup)["data"], JSON), given
+        assert isinstance(parsing.parse("finetune_lora", setup, [".", *given]).values["data"], JSON), given
 
 
 def test_an_accelerator_that_the_ranks_cannot_use_is_refused(monkeypatch):

@@ -5,7 +5,6 @@ import os
 import re
 import socket
 import time
-from argparse import Namespace
 
 import pytest
 import yaml
@@ -86,9 +85,8 @@ def steps_in(folder, *steps):
 
 def begin(folder, resume=False, *, again=False, said=None):
     """What the start of a run does with its folder; the checkpoint that a start again would take."""
-    options = Namespace(out_dir=folder, resume=resume)
-    options.get = lambda name, default=None: getattr(options, name, default)
-    run_folder.hold(options, lambda: yaml.safe_dump(said), resumes=True, again=again, allow_new_data=False).close()
+    values = {"out_dir": folder, "resume": resume}
+    run_folder.hold(values, lambda: yaml.safe_dump(said), resumes=True, again=again, allow_new_data=False).close()
     return run_folder.newest(folder)
 
 

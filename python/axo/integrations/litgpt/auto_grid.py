@@ -9,79 +9,75 @@ nothing stands in for its answer.
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
-from typing import Any
-
-import yaml
+from dataclasses import replace
 
 from axo.grid import Grid
 from axo.integrations.litgpt.options import Options
-from axo.integrations.litgpt.parsing import folder_of
+from axo.integrations.litgpt.parsing import Parsed
 from axo.launch import Rank
 
 
-def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Options:
+def choose(parsed: Parsed, rank: Rank | None) -> Options:
     """Ask the planner, and print its answer (under torchrun on rank 0).
 
     Args:
-        command: Of litgpt.
-        options: What was made of the command's arguments, by litgpt's parser or without it.
-        asked: Ranks, machine and stages, as far as given.
+        parsed: The command's arguments: ranks, machine and stages, as far as given.
         rank: Under torchrun: who this process is.
 
     Returns:
-        ``asked`` with a grid, stages, their schedule, cuts and micro-batches.
+        Axo's options with a grid, stages, their schedule, cuts and micro-batches.
 
     Raises:
         ValueError: The command does not train, ranks or machine are not known, or no grid fits.
     """
-    if "train" not in options:
-        raise ValueError(f"litgpt: --grid auto plans training steps, and {command} takes none; name a grid")
-    ranks = _ranks(asked, rank)
+    asked, train = parsed.own, parsed.values.get("train")
+    if train is None:
+        raise ValueError(f"litgpt: --grid auto plans training steps, and {parsed.command} takes none; name a grid")
+    ranks = asked.ranks or (0 if rank is None else rank.world_size)
+    if not ranks:
+        raise ValueError("litgpt: --grid auto does not know how many ranks to start; add --ranks N, or use torchrun")
+    if rank is not None and ranks != rank.world_size:
+        raise ValueError(f"litgpt: --ranks {ranks}, but {rank.world_size} ranks were started; leave it out")
+    if asked.offload not in ("none", "optimizer"):
+        raise ValueError(
+            f"litgpt: --grid auto plans an offload of the optimizer alone; with --offload {asked.offload} name a grid"
+        )
+    if parsed.model is None:
+        raise ValueError("litgpt: --grid auto wants a model: a name of LitGPT's, or a folder with a model_config.yaml")
+    from axo.perf import grid_choice, planner, readers
     from axo.perf import machine as machines
-    from axo.perf import planner, readers
-    from axo.perf.grid_choice import choose as fastest
-    from axo.perf.grid_choice import schedules_for, stage_counts
 
     try:
         machine = asked.machine or machines.measured_here()
         on = machines.load(machine)
     except ValueError as error:
         raise ValueError(f"litgpt: --grid auto: {error}") from None
-    train = options.train
-    config = model_fields(options)
-    if config is None:
-        raise ValueError("litgpt: --grid auto wants a model: a name of LitGPT's, or a folder with a model_config.yaml")
-    length = train.max_seq_length or config["block_size"]
-    workload = readers.from_litgpt(config, seq_length=length)
-    alone = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # what stages cannot do, see checks._check_values
-    if asked.offload not in ("none", "optimizer"):
-        raise ValueError(
-            f"litgpt: --grid auto plans an offload of the optimizer alone; with --offload {asked.offload} name a grid"
-        )
+    length, batch = train.max_seq_length or parsed.model.block_size, train.global_batch_size
+    workload = readers.from_litgpt(vars(parsed.model), seq_length=length)
+    unstaged = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # stages are not compiled, see checks.py
     request = planner.Request(
         workload,
         on,
         ranks,
-        train.global_batch_size * workload.seq_length,
+        batch * workload.seq_length,
         gather="keep",
         recompute="none",
         offload=asked.offload == "optimizer",
-        pipeline=(asked.pipeline,) if asked.pipeline else (1,) if alone else stage_counts(ranks),
-        schedules=schedules_for(asked.schedule, asked.pipeline, asked.cuts),
+        pipeline=(asked.pipeline,) if asked.pipeline else (1,) if unstaged else grid_choice.stage_counts(ranks),
+        schedules=grid_choice.schedules_for(asked.schedule, asked.pipeline, asked.cuts),
     )
 
     def pieces(grid: Grid) -> int:
         rows = train.micro_batch_size * grid.z * grid.data
-        return 0 if train.global_batch_size % rows else train.global_batch_size // rows
+        return 0 if batch % rows else batch // rows
 
     grids = [grid for stages in request.pipeline if ranks % stages == 0 for grid in Grid.all(ranks // stages)]
     if grids and not any(map(pieces, grids)):
         raise ValueError(
-            f"litgpt: --grid auto: --train.global_batch_size={train.global_batch_size} and"
-            f" micro_batch_size={train.micro_batch_size} suit no grid of {ranks} ranks"
+            f"litgpt: --grid auto: --train.global_batch_size={batch} and micro_batch_size={train.micro_batch_size} suit"
+            f" no grid of {ranks} ranks"
         )
-    choice = fastest(request, pieces, asked.microbatches)
+    choice = grid_choice.choose(request, pieces, asked.microbatches)
     best, stages = choice.best, choice.best.stages
     chosen = replace(asked, grid=best.grid, pipeline=1, schedule="", cuts="", microbatches=0)
     if stages is not None:
@@ -95,45 +91,3 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
     if rank is None or rank.rank == 0:
         print(f"axo litgpt: {choice.tell(machine)}\n  the same by hand: {chosen.by_hand}")
     return chosen
-
-
-def _ranks(asked: Options, rank: Rank | None) -> int:
-    if rank is not None:
-        if asked.ranks not in (0, rank.world_size):
-            raise ValueError(f"litgpt: --ranks {asked.ranks}, but {rank.world_size} ranks were started; leave it out")
-        return rank.world_size
-    if not asked.ranks:
-        raise ValueError("litgpt: --grid auto does not know how many ranks to start; add --ranks N, or use torchrun")
-    return asked.ranks
-
-
-def model_fields(options: Any) -> dict[str, Any] | None:
-    """The fields of the model's ``litgpt.Config``; None: LitGPT will list models, or the folder does not say.
-
-    Raises:
-        ValueError: LitGPT has no model of that name (it would print its list and end as if all were well), or the file
-            is no configuration.
-    """
-    from litgpt.config import Config, name_to_config
-
-    from axo.perf.readers import nearest
-
-    if "checkpoint_dir" in options:
-        file = folder_of(options.checkpoint_dir) / "model_config.yaml"
-        try:
-            return vars(Config.from_file(file)) if file.is_file() else None
-        except (yaml.YAMLError, TypeError, AttributeError, UnicodeDecodeError) as error:  # no YAML, or no fields
-            why = " ".join(str(error).split())
-            raise ValueError(f"litgpt: {file} is no configuration of a model: {why}") from None
-    name, given = options.model_name, options.model_config
-    if given is not None:
-        names = {field.name for field in fields(Config)}
-        return vars(Config(**{key: value for key, value in vars(given).items() if key in names}))
-    try:
-        return None if name == "list" else vars(Config.from_name(name))
-    except ValueError:
-        near = nearest(name, name_to_config)
-        raise ValueError(
-            f"litgpt: there is no model {name!r}{near}; litgpt pretrain list names all, --model_config takes one of"
-            " your own"
-        ) from None

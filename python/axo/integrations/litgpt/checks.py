@@ -5,12 +5,15 @@ What the parser itself understands, it says (``parsing``); here is what must be 
 
 from __future__ import annotations
 
+import copy
 import importlib.util
-import inspect
 import itertools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from axo import check as check_value
 from axo.arrangement import arrangement_of
@@ -50,38 +53,31 @@ def check(name: str, parsed: Parsed, rank: Rank | None) -> None:
     Raises:
         ValueError: Something does not fit, or is not there; a size that an axis does not divide is an axo.Refused.
     """
-    command, options = PARALLEL[name], parsed.litgpt
+    command = PARALLEL[name]
     _check_options(name, command, parsed.own)
+    _check_prompt_style(parsed.litgpt.get("data"))
     if parsed.own.grid is None:
-        parsed.own = auto_grid.choose(name, options, parsed.own, rank)
-    asked = parsed.own
+        parsed.own = auto_grid.choose(parsed, rank)
+    asked, values = parsed.own, parsed.values
     if rank is not None:
         check_ranks("litgpt", asked.chosen_grid, asked.pipeline, rank.world_size)
-    function = command.load()
     if command.trains:
         # From a configuration file; one that a run on this grid has saved names the data ranks.
-        devices = inspect.signature(function).parameters["devices"].default
-        for what, usual, own in (("num_nodes", 1, 1), ("devices", devices, asked.data_ranks)):
-            if options.get(what, usual) not in (usual, own):
-                raise ValueError(f"litgpt: {what}: {options[what]} is what the grid says ({asked.grid}); leave it out")
-        options.devices = asked.data_ranks
-    used = os.environ.get("LT_ACCELERATOR", "cpu")
-    if used != "auto":
-        check_device(f"litgpt: LT_ACCELERATOR={used!r}", "cuda" if used == "gpu" else used)
-    _check_values(options, asked, command)
-    _check_paths(options, asked.ranks_in_all, command.reads_sharded)
-    _check_model(options, asked)
+        usual = parsed.parser.get_defaults()
+        for what, own in (("num_nodes", 1), ("devices", asked.data_ranks)):
+            if values.get(what, own) not in (usual.get(what), own):
+                raise ValueError(f"litgpt: {what}: {values[what]} is what the grid says ({asked.grid}); leave it out")
+        parsed.litgpt.devices = values["devices"] = asked.data_ranks
+    _check_values(values, asked, command)
+    _check_paths(values, asked.ranks_in_all, command.reads_sharded)
+    _check_model(parsed.model, asked)
     if command.trains:
-        _check_batch(options.train, asked)
-        _check_logger(options)
-        _check_optimizer(options.get("optimizer"))
+        _check_batch(values["train"], asked)
+        _check_training(values)
         if rank is None or rank.rank == 0:  # who writes there
             above = os.environ.get("LIGHTNING_ARTIFACTS_DIR", "")  # where litgpt puts a relative one
-            folders.check_writable("litgpt: --out_dir", Path(above, str(options.out_dir)))
-        if options.get("model_name", "list") != "list":
-            _check_pretraining_data(options.get("data"))
-        _check_prompt_style(options.get("data"))
-        _check_records(parsed.values(function).get("data"))
+            folders.check_writable("litgpt: --out_dir", Path(above, str(values["out_dir"])))
+        _check_data(values)
 
 
 def _check_options(name: str, command: Command, options: Options) -> None:
@@ -107,34 +103,34 @@ def _refuse(wrong: dict[str, bool]) -> None:
         raise ValueError(f"litgpt: {words}")
 
 
-def _check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
+def _check_paths(values: Mapping[str, Any], ranks: int, reads_sharded: bool) -> None:
     """Refuse folders and files that do not exist, where litgpt would say so on every rank, or download."""
-    if "checkpoint_dir" in options:
-        folder = folder_of(options.checkpoint_dir)
+    if "checkpoint_dir" in values:
+        given = values["checkpoint_dir"]
+        folder = folder_of(given)
         absent, named = not folder.is_dir(), folder.is_absolute() or folder.parts[:1] == ("checkpoints",)
-        downloads = "access_token" in options and ranks == 1  # on several ranks each of them would
+        downloads = "access_token" in values and ranks == 1  # on several ranks each of them would
         _refuse(
             {
                 f"checkpoint_dir {folder} is not a checkpoint directory; name a folder that litgpt download,"
                 " convert_to_litgpt or training has written": absent and (named or folder.exists()),
-                f"{folder} does not exist; get it first: litgpt download {options.checkpoint_dir}": absent
-                and not downloads,
+                f"{folder} does not exist; get it first: litgpt download {given}": absent and not downloads,
             }
         )
     for name in ("tokenizer_dir", "initial_checkpoint_dir"):
-        given = options.get(name)
+        given = values.get(name)
         _refuse({f"--{name} {given} is not a folder": given is not None and not folder_of(given).is_dir()})
-    for name in ("adapter_path", "finetuned_path"):
-        _refuse({f"--{name} {options.get(name)} does not exist": not os.path.exists(options.get(name, "."))})
-    resume = options.get("resume")
+    for name in values.keys() & {"adapter_path", "finetuned_path"}:
+        _refuse({f"--{name} {values[name]} does not exist": not os.path.exists(values[name])})
+    resume: Any = values.get("resume")
     named = isinstance(resume, str | Path) and str(resume) != "auto"
     how = "name a lit_model.pth, or say --resume auto"
     _refuse({f"--resume {resume} does not exist; {how}": named and not os.path.exists(resume)})
-    if "checkpoint_dir" in options and folder.is_dir():
+    if "checkpoint_dir" in values and folder.is_dir():
         lacks = f"checkpoint_dir {folder} holds no lit_model.pth; name a folder that litgpt download has written"
         _refuse({f"{lacks}, convert_to_litgpt or training": not (folder / "lit_model.pth").exists()})
     if not reads_sharded:
-        refuse_sharded(options.checkpoint_dir)
+        refuse_sharded(values["checkpoint_dir"])
 
 
 def refuse_sharded(given: Any) -> None:
@@ -150,12 +146,15 @@ def refuse_sharded(given: Any) -> None:
         )
 
 
-def _check_values(options: Any, asked: Options, command: Command) -> None:
+def _check_values(values: Mapping[str, Any], asked: Options, command: Command) -> None:
     """Refuse what commands that are written for one device offer beside a grid, or find out only when they run."""
-    used, accelerator = os.environ.get("LT_ACCELERATOR", "cpu"), options.get("accelerator", "auto")
-    batch, precision, kind = options.get("batch_size", 1), str(options.get("precision")), options.get("quantize")
-    compiles = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1" or options.get("compile")
+    used, accelerator = os.environ.get("LT_ACCELERATOR", "cpu"), values.get("accelerator", "auto")
+    if used != "auto":
+        check_device(f"litgpt: LT_ACCELERATOR={used!r}", "cuda" if used == "gpu" else used)
+    batch, precision, kind = values.get("batch_size", 1), str(values.get("precision")), values.get("quantize")
+    compiles = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1" or bool(values.get("compile"))
     quantizes, staged, memory = kind is not None, asked.pipeline > 1, asked.offload != "none"
+    counts = {name: values.get(name) for name in ("max_new_tokens", "top_k")}
     _refuse(
         {
             f"--quantize {kind} keeps the frozen weights in half precision and saves none of their memory, so a grid"
@@ -168,22 +167,21 @@ def _check_values(options: Any, asked: Options, command: Command) -> None:
             f"--quantize {kind} wants bitsandbytes, which is not installed; pip install 'axo[quantize]'": kind
             not in (None, "bnb.int8")
             and importlib.util.find_spec("bitsandbytes") is None,
-            "--generate_strategy is what the grid does; leave it out": options.get("generate_strategy") is not None,
+            "--generate_strategy is what the grid does; leave it out": values.get("generate_strategy") is not None,
             f"--accelerator {accelerator} is not what the ranks use ({used}); leave it out, or set"
             f" LT_ACCELERATOR={accelerator}": accelerator not in ("auto", used),
-            "--tasks is missing; axo litgpt evaluate without a grid lists all tasks": options.get("tasks", "") is None,
+            "--tasks is missing; axo litgpt evaluate without a grid lists all tasks": values.get("tasks", "") is None,
             f"--batch_size {batch} is found by running out of memory, on each rank at another size; name a"
             " number": not isinstance(batch, int),
             "--offload parameters with --pipeline is not supported; leave parameters out": staged
             and "parameters" in asked.offload.split(","),
-            "--pipeline runs without torch.compile; leave TORCHDYNAMO_DISABLE=0 and --compile out": staged
-            and bool(compiles),
+            "--pipeline runs without torch.compile; leave TORCHDYNAMO_DISABLE=0 and --compile out": staged and compiles,
+        }
+        | {
+            f"--{name} {count} is not a whole number of at least 1": count is not None and count < 1
+            for name, count in counts.items()
         }
     )
-    for name in ("max_new_tokens", "top_k"):
-        given = options.get(name)
-        wrong = isinstance(given, int) and given < 1
-        _refuse({f"--{name} {given} is not a whole number of at least 1": wrong})
     try:
         strategy_of(asked)
     except ValueError as error:
@@ -192,19 +190,21 @@ def _check_values(options: Any, asked: Options, command: Command) -> None:
     _refuse({f"--offload on CPU ranks {where}": memory and used == "cpu" and not asked.offload_dir})
 
 
-def _check_model(options: Any, asked: Options) -> None:
+def _check_model(config: Any, asked: Options) -> None:
     """Refuse a model that the grid's axes or the stages do not divide, as the plan would do on every rank."""
-    from axo.perf import cut, pipeline_schedule
-    from axo.plans.litgpt import sizes
+    from litgpt.model import GPT
 
-    config = auto_grid.model_fields(options)
-    if asked.pipeline > 1:
-        kind = pipeline_schedule.schedule_kind(asked.schedule or "1f1b")
-        cuts = cut.read(asked.cuts or "even")
-        if config is not None:
-            cut.check(config["n_layer"], asked.pipeline * kind.stages_per_rank, cuts)
+    from axo.perf import cut, pipeline_schedule
+    from axo.plans.litgpt import plan
+
+    kind, cuts = pipeline_schedule.schedule_kind(asked.schedule or "1f1b"), cut.read(asked.cuts or "even")
+    if config is not None and asked.pipeline > 1:
+        cut.check(config.n_layer, asked.pipeline * kind.stages_per_rank, cuts)
     if config is not None and asked.chosen_grid.world_size > 1:
-        sizes.check_model(config, asked.chosen_grid, arrangement_of("litgpt", asked.algorithm).inner)
+        short = copy.copy(config)  # with one block of each kind
+        short.n_layer = min(config.n_layer, 1 + (config.first_k_dense_replace or 0))
+        with torch.device("meta"):
+            plan.check(GPT(short), asked.chosen_grid, arrangement_of("litgpt", asked.algorithm))
 
 
 def _check_batch(train: Any, asked: Options) -> None:
@@ -227,6 +227,22 @@ def _check_batch(train: Any, asked: Options) -> None:
         )
 
 
+def _check_training(values: Mapping[str, Any]) -> None:
+    """Refuse a logger whose package is not installed, and an optimizer that torch does not have."""
+    logger, optimizer = values.get("logger_name"), values.get("optimizer")
+    packages, wanted = _LOGGERS.get(str(logger), ((), ""))
+    default = " (what pretrain takes if nothing is said)" if logger == "tensorboard" else ""
+    named = isinstance(optimizer, str) and optimizer.isidentifier()
+    _refuse(
+        {
+            f"--logger_name {logger}{default} wants a package that is not installed: pip install {wanted}, or use"
+            " --logger_name csv": bool(packages) and not any(map(importlib.util.find_spec, packages)),
+            f"--optimizer {optimizer} is not in torch.optim; name one that is, such as AdamW": named
+            and not hasattr(torch.optim, str(optimizer)),
+        }
+    )
+
+
 def _check_prompt_style(data: Any) -> None:
     """Refuse the name of a prompt style that LitGPT does not have: its own error is the name alone."""
     from litgpt.prompts import prompt_styles
@@ -236,10 +252,20 @@ def _check_prompt_style(data: Any) -> None:
         check_value.one_of("litgpt: --data.prompt_style", style, prompt_styles)
 
 
-def _check_records(data: Any) -> None:
-    """Refuse files of LitGPT's JSON data module that hold no records with text; its ranks would fail on them."""
-    from litgpt.data import JSON
+def _check_data(values: Mapping[str, Any]) -> None:
+    """Refuse data that are not there, or files without records with text, on which all ranks would fail."""
+    from litgpt.data import JSON, TinyLlama
 
+    data, pretrains = values.get("data"), values.get("model_name", "list") != "list"
+    if pretrains and isinstance(data, TinyLlama | None):  # what pretrain reads if it is given none
+        folder = str((data or TinyLlama()).data_path)
+        if not folder.startswith("s3://") and not Path(folder, "slimpajama", "train").is_dir():
+            without = " without --data" if data is None else ""
+            raise ValueError(
+                f"litgpt: pretrain{without} reads TinyLlama's data, and {folder}/slimpajama/train is not a folder; to"
+                " train on text files of your own add --data LocalText --data.paths '[\"FILE.txt\"]' --tokenizer_dir"
+                " DIR"
+            )
     if not isinstance(data, JSON):
         return
     what = f"litgpt: --data.json_path {data.json_path}"
@@ -255,38 +281,3 @@ def _check_records(data: Any) -> None:
             raise ValueError(f'{what}: {str(record)[:80]!r} is no record such as {{"instruction": ..., "output": ...}}')
     if not records:
         raise ValueError(f"{what} holds no records")
-
-
-def _check_pretraining_data(data: Any) -> None:
-    """Refuse TinyLlama's data, which pretrain reads if it is given none, where they are not."""
-    given, made_with = (data, None) if data is None else (data.get("class_path"), data.get("init_args"))
-    if given not in (None, "TinyLlama", "litgpt.data.TinyLlama"):
-        return
-    folder = str((made_with or {}).get("data_path", "data"))
-    if not folder.startswith("s3://") and not Path(folder, "slimpajama", "train").is_dir():
-        without = " without --data" if given is None else ""
-        raise ValueError(
-            f"litgpt: pretrain{without} reads TinyLlama's data, and {folder}/slimpajama/train is not a folder; to train"
-            """ on text files of your own add --data LocalText --data.paths '["FILE.txt"]' --tokenizer_dir DIR"""
-        )
-
-
-def _check_optimizer(name: Any) -> None:
-    """Refuse an optimizer that torch does not have."""
-    if isinstance(name, str) and name.isidentifier() and name != "AdamW":
-        import torch
-
-        if not hasattr(torch.optim, name):
-            raise ValueError(f"litgpt: --optimizer {name} is not in torch.optim; name one that is, such as AdamW")
-
-
-def _check_logger(options: Any) -> None:
-    """Refuse a logger whose package is not installed."""
-    name = options.get("logger_name")
-    packages, wanted = _LOGGERS.get(name, ((), ""))
-    if packages and not any(map(importlib.util.find_spec, packages)):
-        default = " (what pretrain takes if nothing is said)" if name == "tensorboard" else ""
-        raise ValueError(
-            f"litgpt: --logger_name {name}{default} wants a package that is not installed: pip install {wanted}, or"
-            " use --logger_name csv"
-        )

@@ -16,14 +16,14 @@ Ranks are started here, or are torchrun's. Losses that are printed and logged ar
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from axo.integrations.litgpt import checks, conversation, parsing, restarts, run_folder
 from axo.integrations.litgpt.commands import PARALLEL
@@ -41,8 +41,6 @@ def run(arguments: list[str]) -> None:
         ValueError: The grid or the batch sizes do not fit, or the command cannot run on several ranks.
         axo.launch.RankFailed: A local rank failed.
     """
-    if importlib.util.find_spec("litgpt") is None:
-        raise ValueError("litgpt: LitGPT is not installed; pip install 'axo[litgpt]'")
     name, *arguments = arguments or ["--help"]
     command, words = PARALLEL.get(name), {argument.partition("=")[0] for argument in arguments}
     own = sorted(words & set(NAMES) - {TRUST})
@@ -58,43 +56,36 @@ def run(arguments: list[str]) -> None:
         raise ValueError(f"litgpt: {option} is what the grid says; leave it out")
     rank = Rank.from_environment()
     launch = restarts.Launch(rank if command.trains else None)
-    with contextlib.ExitStack() as stack:
-        with _nothing_collected():
-            # Once, before there are ranks: it takes seconds, and wrong input costs one message.
-            parsed = parsing.parse(name, command.load(), arguments)
-            if not own and replace(parsed.own, trust=False) == Options() and parsed.litgpt.get("quantize") is not None:
-                _stock(name, arguments)
-                return
-            checks.check(name, parsed, rank)
-            options = parsed.own
-            from axo.integrations.litgpt import rank as of_rank
+    gc.disable()  # what is imported stays in use: to look through it takes a fifth of the time
+    try:
+        # Once, before there are ranks: it takes seconds, and wrong input costs one message.
+        parsed = parsing.parse(name, command.load(), arguments)
+        if not own and replace(parsed.own, trust=False) == Options() and parsed.litgpt.get("quantize") is not None:
+            _stock(name, arguments)
+            return
+        checks.check(name, parsed, rank)
+        from axo.integrations.litgpt import rank as of_rank
 
-            for module in _USED_BY_RANKS:
-                importlib.import_module(module)
-        if command.trains and (rank is None or rank.rank == 0) and parsed.litgpt.get("model_name") != "list":
-            folder = run_folder.hold(
-                parsed.litgpt,
-                parsed.as_yaml,
-                resumes=command.resumes,
-                again=launch.again,
-                allow_new_data=options.allow_new_data,
-            )
-            stack.callback(folder.close)
+        for module in _USED_BY_RANKS:
+            importlib.import_module(module)
+        gc.freeze()  # a forked rank that looks through it later copies every page that it looks at
+        atexit.register(gc.unfreeze)  # else Triton's modules report all of theirs as leaked when the program ends
+    finally:
+        gc.enable()
+    options = parsed.own
+    with ExitStack() as stack:
+        if command.trains and (rank is None or rank.rank == 0) and parsed.values.get("model_name") != "list":
+            how = {"again": launch.again, "allow_new_data": options.allow_new_data}
+            stack.enter_context(run_folder.hold(parsed.values, parsed.as_yaml, resumes=command.resumes, **how))
             launch.begin()
-        what = name, options, of_rank.Start(name, parsed), parsed.as_yaml()
+        given = name, options, partial(of_rank.start, name, parsed), parsed.as_yaml(), rank is None
         if rank is not None:
-            of_rank.run(*what, False, int(launch.again))
+            of_rank.run(*given, int(launch.again))
             return
         if name == "chat":
             conversation.keep_input()
-        restarts.run(
-            of_rank.run,
-            options.ranks_in_all,
-            *what,
-            True,
-            max_restarts=options.max_restarts,
-            terminate=command.trains,
-        )
+        times, ends = options.max_restarts, command.trains
+        restarts.run(of_rank.run, options.ranks_in_all, *given, max_restarts=times, terminate=ends)
 
 
 def _check_serial(name: str, own: list[str]) -> None:
@@ -130,19 +121,3 @@ def _run_litgpt(name: str, arguments: list[str]) -> None:
 
     sys.argv = ["litgpt", name, *arguments]
     main()
-
-
-@contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Switch the garbage collector off for a block of imports, and let it leave alone what they have made.
-
-    All of it stays in use. To look through it takes a fifth of the imports' time, and a forked rank that looks through
-    it later copies every page that it looks at.
-    """
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # else Triton's modules report all of theirs as leaked when the program ends
-    finally:
-        gc.enable()

@@ -13,27 +13,33 @@ class Command:
 
     Args:
         module, function: Where it is.
-        trains: Whether it takes ``--devices`` and launches ranks; if not, it is written for one device.
-        finetunes: Whether it starts from what a model's constructors draw, on one device.
         resumes: Whether it can go on from a checkpoint of its own.
         reads_sharded: Whether it can start from a sharded checkpoint.
         stages: Whether it runs in pipeline stages.
         quantizes: Whether it takes ``--quantize``.
-        launches: Whether it calls Fabric's ``launch``, as those that train do.
+        launches: Whether it calls Fabric's ``launch``.
         wants: A package that it wants beside LitGPT, and which extra of Axo's brings it. Without a grid such a command
             is litgpt's alone.
     """
 
     module: str
-    function: str
-    trains: bool
-    finetunes: bool = False
+    function: str = "setup"
     resumes: bool = True
     reads_sharded: bool = True
     stages: bool = True
     quantizes: bool = False
-    launches: bool = False
+    launches: bool = True
     wants: tuple[str, str] | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether it takes ``--devices`` and launches ranks; if not, it is written for one device."""
+        return self.function == "setup"
+
+    @property
+    def finetunes(self) -> bool:
+        """Whether it starts from what a model's constructors draw, on one device."""
+        return self.module.startswith("litgpt.finetune.")
 
     def load(self) -> Callable[..., Any]:
         """Import its function."""
@@ -42,23 +48,20 @@ class Command:
         return parsing.load(self.module, self.function)
 
 
-_LORA = Command(
-    "litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False, reads_sharded=False, quantizes=True
-)
+_LORA = Command("litgpt.finetune.lora", resumes=False, reads_sharded=False, quantizes=True)
 _ADAPTER = replace(_LORA, module="litgpt.finetune.adapter", stages=False, quantizes=False)
-_ON_ONE_DEVICE = Command("litgpt.generate.full", "main", False, reads_sharded=False, stages=False, launches=True)
+_ON_ONE_DEVICE = Command("litgpt.generate.full", "main", reads_sharded=False, stages=False)
 _SERVE = replace(_ON_ONE_DEVICE, module="litgpt.deploy.serve", function="run_server", launches=False)
+_EVALUATE = replace(_SERVE, module="litgpt.eval.evaluate", function="convert_and_evaluate")
 PARALLEL = {
-    "pretrain": Command("litgpt.pretrain", "setup", True),
-    "finetune_full": Command("litgpt.finetune.full", "setup", True, finetunes=True),
+    "pretrain": Command("litgpt.pretrain"),
+    "finetune_full": Command("litgpt.finetune.full"),
     "finetune_lora": _LORA,
-    "generate": Command("litgpt.generate.base", "main", False, quantizes=True),
+    "generate": Command("litgpt.generate.base", "main", quantizes=True, launches=False),
     "generate_full": _ON_ONE_DEVICE,
-    "chat": Command("litgpt.chat.base", "main", False, stages=False, quantizes=True),
+    "chat": Command("litgpt.chat.base", "main", stages=False, quantizes=True, launches=False),
     "serve": replace(_SERVE, wants=("litserve", "serve")),
-    "evaluate": replace(
-        _SERVE, module="litgpt.eval.evaluate", function="convert_and_evaluate", wants=("lm_eval", "evaluate")
-    ),
+    "evaluate": replace(_EVALUATE, wants=("lm_eval", "evaluate")),
     "finetune_adapter": _ADAPTER,
     "generate_adapter": replace(_ON_ONE_DEVICE, module="litgpt.generate.adapter"),
     "finetune_adapter_v2": replace(_ADAPTER, module="litgpt.finetune.adapter_v2"),

@@ -6,17 +6,32 @@ for it, ``checks`` says.
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
-from axo import check
+from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_type
+
 from axo.arrangement import arrangement_of
 from axo.grid import Grid
 
 AUTO, TRUST = "auto", "--trust"
 _ONE_RANK = Grid()
-_LEAST = {"ranks": 1, "max_restarts": 0, "pipeline": 1, "microbatches": 1}  # the least that may be said
+_Seconds = restricted_number_type("Seconds", float, [(">", 0), ("<", math.inf)])
+# What a value of these types is, in messages.
+KINDS: dict[Any, str] = {
+    PositiveInt: "a whole number of at least 1",
+    NonNegativeInt: "a whole number of at least 0",
+    _Seconds: "a number above 0",
+}
+_NUMBERS: dict[str, Any] = {
+    "ranks": PositiveInt,
+    "max_restarts": NonNegativeInt,
+    "pipeline": PositiveInt,
+    "microbatches": PositiveInt,
+    "operation_timeout": _Seconds,
+}
 
 
 @dataclass(frozen=True)
@@ -141,14 +156,12 @@ def add_to(parser: Any) -> None:
     group = parser.add_argument_group("Options of Axo's own")
     told = {each.arg_name: each.description for each in parse_from_object(Options).params}
     for each in fields(Options):
-        if each.default is False:
-            group.add_argument(name_of(each), action="store_true", help=told[each.name])
-        elif isinstance(each.default, float):
-            group.add_argument(name_of(each), type=float, default=each.default, help=told[each.name])
-        else:
-            number = each.name in _LEAST  # whose default depends on what else is said
-            default = None if number or each.default is None else str(each.default)
-            group.add_argument(name_of(each), type=int if number else str | int, default=default, help=told[each.name])
+        # A number has no default here: what it would be depends on what else is said.
+        number, text = _NUMBERS.get(each.name), None if each.default is None else str(each.default)
+        kind: dict[str, Any] = {"type": number} if number else {"type": str | int, "default": text}
+        group.add_argument(
+            name_of(each), help=told[each.name], **({"action": "store_true"} if each.default is False else kind)
+        )
 
 
 def take_from(parsed: Any) -> Options:
@@ -157,21 +170,15 @@ def take_from(parsed: Any) -> Options:
     Raises:
         ValueError: One of them is none, or they do not go together.
     """
-    said: dict[str, Any] = {}
-    for each in fields(Options):
-        value = parsed.pop(each.name)
-        if value is not None:
-            plain = each.name in _LEAST or isinstance(each.default, (bool, float))
-            said[each.name] = value if plain else str(value)
-    for name, least in _LEAST.items():
-        if said.get(name, least) < least:
-            option = name.replace("_", "-")
-            raise ValueError(f"litgpt: --{option} {said[name]} is not a whole number of at least {least}")
-    if "operation_timeout" in said:
-        check.number("litgpt: --operation-timeout", said["operation_timeout"], above=0)
-    if said.get("grid") == AUTO:
+    said = {each.name: parsed.pop(each.name) for each in fields(Options)}
+    said = {
+        name: value if name in _NUMBERS or isinstance(value, bool) else str(value)
+        for name, value in said.items()
+        if value is not None
+    }
+    if said["grid"] == AUTO:
         said |= {"grid": None, "pipeline": said.get("pipeline", 0)}
-    elif "grid" in said:
+    else:
         said["grid"] = Grid.parse(said["grid"])
     if "goldfish" in said:
         said["goldfish"] = _goldfish(said["goldfish"])

@@ -7,16 +7,17 @@ value and what it wants are taken from that, and for a name that does not exist 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import importlib
 import inspect
 import json
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import yaml
 
@@ -24,8 +25,17 @@ from axo import files
 from axo.integrations.litgpt import options as axo_options
 from axo.integrations.litgpt.options import Options
 
+if TYPE_CHECKING:
+    from litgpt.config import Config
+
 _FOR_OTHER_METRICS = ("transformers", "matplotlib")
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", **axo_options.KINDS}
+
+# What was given, in jsonargparse's words.
+_GIVEN = (
+    r"(?:Got value|Given value|val=|Expected a dot import path string): *'?([^\n']*)"
+    r"|Not of type \w+: (?:.*: ')?([^ ']*)"
+)
 
 
 def load(module: str, function: str) -> Callable[..., Any]:
@@ -65,10 +75,10 @@ def read_yaml(file: Path) -> Any:
     try:
         return files.parse_yaml(files.read_text(file))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"litgpt: {file} cannot be read: {' '.join(str(error).split())}") from None
+        raise ValueError(f"litgpt: {file} cannot be read: {_one_line(error)}") from None
 
 
-@dataclasses.dataclass
+@dataclass
 class Parsed:
     """The arguments of a command, read.
 
@@ -78,6 +88,7 @@ class Parsed:
     """
 
     command: str
+    function: Callable[..., Any]
     parser: Any
     own: Options
     litgpt: Any
@@ -86,8 +97,9 @@ class Parsed:
         """LitGPT's options as it writes them beside a checkpoint."""
         return str(self.parser.dump(self.litgpt))
 
-    def values(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """The arguments of ``function``, with the classes among them made.
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The arguments of the function, with the classes among them made.
 
         Raises:
             ValueError: A class refuses what it is made with.
@@ -96,8 +108,36 @@ class Parsed:
             values = self.parser.instantiate_classes(self.litgpt)
         except (OSError, TypeError, ValueError, LookupError) as error:
             raise ValueError(f"litgpt: {self.command}: {_innermost(str(error))}") from None
-        parameters = inspect.signature(function).parameters
+        parameters = inspect.signature(self.function).parameters
         return {key: value for key, value in values.items(branches=True) if key in parameters}
+
+    @cached_property
+    def model(self) -> Config | None:
+        """The model's configuration; None: LitGPT will list models, or the folder does not say.
+
+        Raises:
+            ValueError: LitGPT has no model of that name (it would print its list and end as if all were well), or the
+                file is no configuration.
+        """
+        from litgpt.config import Config, name_to_config
+
+        from axo.perf.readers import nearest
+
+        if "checkpoint_dir" in self.litgpt:
+            file = folder_of(self.litgpt.checkpoint_dir) / "model_config.yaml"
+            try:
+                return Config.from_file(file) if file.is_file() else None
+            except (yaml.YAMLError, TypeError, AttributeError, UnicodeDecodeError) as error:  # no YAML, or no fields
+                raise ValueError(f"litgpt: {file} is no configuration of a model: {_one_line(error)}") from None
+        name, given = self.litgpt.model_name, self.values["model_config"]
+        try:
+            return None if name == "list" and given is None else given or Config.from_name(name)
+        except ValueError:
+            near = nearest(name, name_to_config)
+            raise ValueError(
+                f"litgpt: there is no model {name!r}{near}; litgpt pretrain list names all, --model_config takes one of"
+                " your own"
+            ) from None
 
 
 def parse(command: str, function: Callable[..., Any], arguments: list[str]) -> Parsed:
@@ -124,7 +164,7 @@ def parse(command: str, function: Callable[..., Any], arguments: list[str]) -> P
         parsed = parser.parse_args(words)
     except (argparse.ArgumentError, TypeError, ValueError) as error:  # the last two: of a class that an option names
         raise ValueError(f"litgpt: {_said(command, function, parser, arguments, str(error))}") from None
-    return Parsed(command, parser, axo_options.take_from(parsed), parsed)
+    return Parsed(command, function, parser, axo_options.take_from(parsed), parsed)
 
 
 def _with_files(arguments: list[str]) -> list[str]:
@@ -133,56 +173,56 @@ def _with_files(arguments: list[str]) -> list[str]:
     Raises:
         ValueError: It holds none, or the file of ``--config`` is not there.
     """
-    replaced = list(arguments)
-    for index, argument in enumerate(arguments):
-        option, equals, value = argument.partition("=")
-        at = index if equals else index + 1
-        value = value if equals else "".join(arguments[at : at + 1])
-        text = set("{:\n") & set(value)
-        if option not in ("--config", "--model_config") or (option == "--model_config" and text):
+    words, options = list(arguments), ("--config", "--model_config")
+    for at, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if not equals and words[at - 1] in options and at:
+            option, value = words[at - 1], word
+        elif option not in options or not equals:
             continue
-        if not text and not Path(value).is_file():
+        is_text = bool(set("{:\n") & set(value))
+        if is_text and option == "--model_config":
+            continue
+        if not is_text and not Path(value).is_file():
             raise ValueError(f"litgpt: {option} {value} is not a file")
         try:
-            content = files.parse_yaml(value if text else files.read_text(Path(value)))
+            content = files.parse_yaml(value if is_text else files.read_text(Path(value)))
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ValueError(f"litgpt: {option} {value} is not YAML: {' '.join(str(error).split())}") from None
+            raise ValueError(f"litgpt: {option} {value} is not YAML: {_one_line(error)}") from None
         if option == "--config":
             continue  # the parser reads it, now that it is known to be small
         if not isinstance(content, dict):
             raise ValueError(f"litgpt: --model_config {value} holds no fields of a model, such as n_layer: 4")
-        replaced[at] = f"{option}={json.dumps(content)}" if equals else json.dumps(content)
-    return replaced
+        words[at] = f"{option}={json.dumps(content)}" if equals else json.dumps(content)
+    return words
 
 
 def _said(command: str, function: Callable[..., Any], parser: Any, arguments: list[str], error: str) -> str:
     """The parser's words, which may be of many lines, as one."""
-    if unknown := re.search(r"Unrecognized arguments: --([^\s=]+)", error):
-        return f"{command} has no option --{unknown[1]}{_nearest(command, parser, unknown[1])}"
+    keys = re.findall(r'Parser key "([^"]+)"', error)
+    unknown = re.search(r"Unrecognized arguments: --([^\s=]+)|Key '([\w.]+)' is not expected", error)
+    if unknown and not keys:  # on the command line, or in a configuration file
+        name = unknown[1] or unknown[2]
+        return f"{command} has no option --{name}{_nearest(command, parser, name)}"
     if missing := re.search(r'Validation failed: Key "(\w+)" is required', error.splitlines()[0]):
         first = next(iter(inspect.signature(function).parameters))
         place = ", its first argument" if missing[1] == first else ""
         return f"{command} wants a {missing[1]}{place}; axo litgpt {command} --help tells more"
-    keys = re.findall(r'Parser key "([^"]+)"', error)
-    if not keys and (unknown := re.search(r"Key '([\w.]+)' is not expected", error)):  # of a configuration file
-        return f"{command} has no option --{unknown[1]}{_nearest(command, parser, unknown[1])}"
     if not keys:
-        told = _innermost(error) if "Does not validate" in error else " ".join(error.split())
+        told = _innermost(error) if "Does not validate" in error else _one_line(error)
         told = told.replace("Problems parsing config", "--config: not YAML")
         return re.sub(r"^argument (--[\w-]+):", r"\1", told)
-    option = "--" + ".".join(keys)
-    given = re.findall(r"(?:Got value|Given value|val=|Expected a dot import path string): *'?([^\n']*)", error)
-    value = given[0].strip() if given else _after(option, arguments)
     if keys[0] == "data" and (told := _of_data(error)):
         return told
     action = next((each for each in parser._actions if each.dest == keys[0]), None)
-    kind = getattr(action, "_typehint", None)
-    if len(keys) == 1 and (wanted := _wanted(kind)):
-        return f"{option} {value} is not {wanted}"
-    if expected := re.findall(r"Expected a (?:<class '(\w+)'>)\. Got value: (.*)", error):
-        names = {kind.__name__: words for kind, words in _WORDS.items()}
-        return f"{option} {expected[-1][1]} is not {names.get(expected[-1][0], expected[-1][0])}"
-    return f"{command}: {option}{f' {value}' if value else ''}: {_innermost(error)}"
+    own = "--" + keys[0].replace("_", "-")
+    option = own if own in axo_options.NAMES else "--" + ".".join(keys)
+    given = re.search(_GIVEN, error)
+    value = (given[1] or given[2] or "").strip() if given else _after(option, arguments)
+    wanted = _wanted(getattr(action, "_typehint", None)) if len(keys) == 1 else ""
+    for name in re.findall(r"Expected a <class '(\w+)'>\. Got value: .*", error)[-1:] if not wanted else ():
+        wanted = {kind.__name__: words for kind, words in _WORDS.items()}.get(name, name)
+    return f"{option} {value} is not {wanted}" if wanted else f"{command}: {option} {value}: {_innermost(error)}"
 
 
 def _after(option: str, arguments: list[str]) -> str:
@@ -191,11 +231,15 @@ def _after(option: str, arguments: list[str]) -> str:
     return words[words.index(option) + 1] if option in words[:-1] else ""
 
 
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
 def _innermost(error: str) -> str:
     lines = [line.strip(" -") for line in error.splitlines() if line.strip(" -")]
     tried = ("Parser key", "Subtypes", "Errors", "Given", "Expected a <", "Does not validate", "Problem with given")
     told = [line for line in lines if not line.startswith(tried)]
-    return told[-1] if told else lines[-1]
+    return (told or lines)[-1]
 
 
 def _nearest(command: str, parser: Any, name: str) -> str:
@@ -211,20 +255,18 @@ def _of_data(error: str) -> str:
 
     from axo.integrations.litgpt.text_data import LocalText
 
-    kinds: dict[str, Any] = {name: getattr(litgpt.data, name) for name in litgpt.data.__all__} | {
-        "LocalText": LocalText
-    }
-    modules = {name: kind for name, kind in kinds.items() if hasattr(kind, "train_dataloader") and name != "DataModule"}
-    if named := re.search(r"(?:Expected a dot import path string|Unexpected import path format): (\S+)", error):
-        return f"--data {named[1]} is no data module of LitGPT's; {meant(named[1], modules)}"
+    modules: dict[str, Any] = {name: getattr(litgpt.data, name) for name in litgpt.data.__all__}
+    modules = {name: kind for name, kind in modules.items() if hasattr(kind, "train_dataloader")}
+    modules = {**modules, "LocalText": LocalText}
     of_module = re.search(r"class_path '(?:[\w.]+\.)?(\w+)'", error)
-    if of_module is None:
-        return ""
-    name = of_module[1]
-    if unknown := re.search(r"Key '([\w.]+)' is not expected", error):
-        options = inspect.signature(modules.get(name, kinds["DataModule"])).parameters
+    name = of_module[1] if of_module else ""
+    if named := re.search(r"(?:Expected a dot import path string|Unexpected import path format): (\S+)", error):
+        told = modules.keys() - {"DataModule"}
+        return f"--data {named[1]} is no data module of LitGPT's; {meant(named[1], sorted(told))}"
+    if name and (unknown := re.search(r"Key '([\w.]+)' is not expected", error)):
+        options = inspect.signature(modules.get(name, modules["DataModule"])).parameters
         return f"--data.{unknown[1]} is no option of {name}; {meant(unknown[1], options)}"
-    if missing := re.search(r'Key "(\w+)" is required', error):
+    if name and (missing := re.search(r'Key "(\w+)" is required', error)):
         return f"--data.{missing[1]} is missing; {name} wants it"
     return ""
 

@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,35 +23,28 @@ from axo.integrations.litgpt.strategy import strategy_of
 from axo.launch import Rank, Termination, set_threads
 
 
-@dataclass(frozen=True)
-class Start:
-    """Calls LitGPT's function with what was parsed, from its newest checkpoint where a run goes on by itself."""
-
-    name: str
-    parsed: Parsed
-
-    def __call__(self, again: bool) -> None:
-        function = PARALLEL[self.name].load()  # which may be replaced
-        options = self.parsed.values(function)
-        wanted, initial = options.get("resume"), options.get("initial_checkpoint_dir")
-        by_itself = wanted in (True, "auto")
-        if "resume" in options and (again or (by_itself and initial is None)):  # LitGPT refuses both
-            # LitGPT would take other runs' below the folder too.
-            newest = run_folder.newest(options["out_dir"])
-            if newest is not None and initial is not None:
-                options["initial_checkpoint_dir"] = None
-            options["resume"] = newest or (wanted if not by_itself else False)
-        function(**options)
+def start(name: str, parsed: Parsed, again: bool) -> None:
+    """Call LitGPT's function with what was parsed, from its newest checkpoint where a run goes on by itself."""
+    options = dict(parsed.values)
+    wanted, initial = options.get("resume"), options.get("initial_checkpoint_dir")
+    by_itself = wanted in (True, "auto")
+    if "resume" in options and (again or (by_itself and initial is None)):  # LitGPT refuses both
+        # LitGPT would take other runs' below the folder too.
+        newest = run_folder.newest(options["out_dir"])
+        if newest is not None and initial is not None:
+            options["initial_checkpoint_dir"] = None
+        options["resume"] = newest or (wanted if not by_itself else False)
+    PARALLEL[name].load()(**options)  # which may be replaced
 
 
 def run(
-    name: str, options: Options, start: Callable[[bool], Any], hyperparameters: str, local: bool, restart: int
+    name: str, options: Options, begin: Callable[[bool], Any], hyperparameters: str, local: bool, restart: int
 ) -> None:
     """Run a command on this rank.
 
     Args:
         name, options: The command, and what was asked of Axo.
-        start: Calls LitGPT's function; true: it goes on from its newest checkpoint.
+        begin: Calls LitGPT's function; true: it goes on from its newest checkpoint.
         hyperparameters: LitGPT's options, as it writes them.
         local: The ranks were started here, so they share this program's output.
         restart: How often the ranks were started before.
@@ -74,11 +66,8 @@ def run(
         protect()
 
     def make() -> Any:
-        this.strategy = strategy_of(
-            options,
-            step_agreement=this.agreement if command.trains else None,
-            like_one_device=command.finetunes,
-        )
+        agreement = this.agreement if command.trains else None
+        this.strategy = strategy_of(options, step_agreement=agreement, like_one_device=command.finetunes)
         return this.strategy
 
     register(make)
@@ -101,7 +90,7 @@ def run(
         elif not command.launches:
             os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
         try:
-            start(restart > 0)
+            begin(restart > 0)
         except Stopped as stopped:
             if rank.rank == 0:
                 print(f"axo litgpt: {stopped}", flush=True)

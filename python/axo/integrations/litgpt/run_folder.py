@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,13 @@ _IN = "# in "  # before the working directory, as JSON
 _LEFT = "left behind"  # in axo-run.json: names of checkpoints' folders, and when they were written
 
 
-def hold(options: Any, dump: Callable[[], str], *, resumes: bool, again: bool, allow_new_data: bool) -> Run:
+def hold(
+    values: Mapping[str, Any], dump: Callable[[], str], *, resumes: bool, again: bool, allow_new_data: bool
+) -> Run:
     """Take the folder of a run.
 
     Args:
-        options: What litgpt's parser made of the arguments.
+        values: The arguments of litgpt's function.
         dump: Gives them as LitGPT writes them beside a checkpoint.
         resumes: Whether the command can go on from a checkpoint of its own.
         again: The run is started again, and goes on from what it has saved.
@@ -47,8 +49,8 @@ def hold(options: Any, dump: Callable[[], str], *, resumes: bool, again: bool, a
         ValueError: Another process holds the folder (names it); or there are checkpoints of an earlier run from which
             this one does not go on; or it would go on with another order of the data.
     """
-    folder = _folder(options.out_dir)
-    asked = options.get("resume", False)
+    folder = _folder(values["out_dir"])
+    asked = values.get("resume", False)
     # An earlier run's checkpoints: it goes on, or is refused below; either way the folder stays that run's.
     run = Run(folder, resume=bool(asked) or again or (resumes and bool(_steps(folder))))
     try:

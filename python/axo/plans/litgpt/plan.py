@@ -54,12 +54,12 @@ from axo.nn.layer import ParallelLayer
 from axo.nn.linear import Linear
 from axo.nn.sequence import GatherTokens
 from axo.nn.shared_input import share_input, share_inputs
+from axo.placement import check_divides
 from axo.plans.heads import kv_copies
 from axo.plans.litgpt import adapters, latent
 from axo.plans.litgpt.attention import with_hidden_places
 from axo.plans.litgpt.lora import AdaptedLinear
 from axo.plans.litgpt.moe import replace_mixture
-from axo.plans.litgpt.sizes import check_sizes, owner_of
 from axo.plans.replace import Replacer, check_exact
 
 
@@ -184,7 +184,7 @@ def check(model: nn.Module, grid: Grid, arrangement: Arrangement = AXONN, sequen
         raise Refused(f"parallelize: plan 'litgpt' needs a litgpt.GPT, got a {type(model).__qualname__}")
     config, inner = model.config, arrangement.inner
     ranks = grid.size(inner)
-    owner = owner_of(vars(config))
+    owner = f"parallelize: litgpt model {config.name or 'unnamed'!r}"
     if config.latent_attention and sequence_parallel:
         raise Refused(f"{owner}: sequence_parallel=True with latent attention is not supported; leave it out")
     adapted = [name for name, module in model.named_modules() if _is_adapted(module)]
@@ -207,12 +207,33 @@ def check(model: nn.Module, grid: Grid, arrangement: Arrangement = AXONN, sequen
         for mlp in block.mlp.modules():
             if type(mlp) in _DENSE:
                 widths["moe_intermediate_size" if mixture else "intermediate_size"] = _layer(mlp.proj).in_features
-    check_sizes(owner, vars(config), widths, grid, inner)
+    _check_sizes(owner, config, widths, grid, inner)
     check_exact(model.transformer.wte, nn.Embedding, "transformer.wte")
     for parent, child, name, _ in _linears(model, ranks):
         module = getattr(parent, child)
         around = type(module) in (lora.LoRALinear, lora.LoRAQKVLinear, adapter_v2.AdapterV2Linear)
         check_exact(_layer(module) if around else module, nn.Linear, f"{name}.linear" if around else name)
+
+
+def _check_sizes(owner: str, config: Any, widths: dict[str, int], grid: Grid, inner: str) -> None:
+    """Refuse sizes that an axis does not divide: it names the size, the axis, and what would work."""
+    ranks, heads, groups = grid.size(inner), config.n_head, config.n_query_groups
+
+    def fits(x: int) -> bool:
+        return not any(size % x for size in (heads, *widths.values())) and not (groups % x and x % groups)
+
+    if config.latent_attention:
+        for what in ("q_lora_rank", "kv_lora_rank"):
+            check_divides(owner, what, config.latent_attention[what], "y", grid.y)
+    for what, size in {**widths, "n_head": heads}.items():
+        check_divides(owner, what, size, inner, ranks, fits)
+    check_divides(owner, "n_embd", config.n_embd, "y", grid.y)
+    copies = kv_copies(owner, "n_query_groups", groups, ranks, fits, inner)
+    if copies > 1 and config.norm_qk and config.norm_qk_type == "olmo2":
+        raise Refused(
+            f"{owner}: a norm over all heads' keys (norm_qk_type='olmo2') with n_query_groups={groups}"
+            f" shared by {inner}={ranks} ranks is not supported; use at most {inner}={groups}"
+        )
 
 
 def _is_adapted(module: nn.Module) -> bool:
