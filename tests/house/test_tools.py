@@ -33,7 +33,7 @@ def test_an_import_leads_to_its_file():
     imported = changed.imported(ROOT / "bench/step.py")
     assert {ROOT / "bench/lib/step_models.py", ROOT / "bench/lib/table.py"} <= imported
     assert AXO / "cli/__main__.py" in changed.imported(ROOT / "tests/integrations/litgpt/test_serving.py")
-    assert AXO / "plans/litgpt/plan.py" in changed.imported(AXO / "integrations/litgpt/command.py")
+    assert AXO / "plans/litgpt/plan.py" in changed.imported(AXO / "integrations/litgpt/restarts.py")
 
 
 def test_statements_are_counted_without_docstrings():

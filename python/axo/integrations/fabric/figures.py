@@ -22,6 +22,7 @@ import torch
 
 from axo.comm.connect import Communicators
 from axo.grid import AXES
+from axo.integrations import data_ranks
 
 
 class Figures:
@@ -39,11 +40,8 @@ class Figures:
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of ``value`` (any shape) over the data ranks. Every rank must call it."""
-        total = value.detach().to(self._comms.device, torch.float64).reshape(-1)
-        for axis in map(self._comms.axis, reversed(self._comms.arrangement.rows)):
-            total = axis.all_reduce(total, "sum")
-        ranks = self._comms.data_ranks
-        return (total / ranks).view(value.shape).to(value.dtype)
+        total = data_ranks.reduce(value.to(self._comms.device, torch.float64), self._comms)
+        return (total / self._comms.data_ranks).to(value.dtype)
 
     def take(self, tokens: int | None = None, *, flops: float | None = None) -> dict[str, float]:
         """The figures. Every rank must call it.

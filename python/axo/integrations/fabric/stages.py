@@ -16,6 +16,7 @@ Fewer rows than micro-batches are filled up with rows that count for nothing. No
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
@@ -26,9 +27,10 @@ from torch import nn
 
 from axo import pipeline
 from axo.checkpoint.ranks import checkpoint_group, share
+from axo.checkpoint.state import parameter_names
 from axo.comm.connect import Communicators
 from axo.errors import Refused
-from axo.nn.placeholder import Placeholder, renamed
+from axo.nn.placeholder import Placeholder
 from axo.perf.pipeline_schedule import rank_of
 from axo.pipeline.cut import part_of, view
 
@@ -99,7 +101,7 @@ class StageRunner:
         self._count, self._features = next((part.stages, part.features) for part in parts if part is not None)
         self._homes = [rank_of(number, self._count, comms.stages, layout["order"]) for number in range(self._count)]
         self._model = model
-        self._given: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._given: tuple[torch.Tensor, list[StagedLogits]] | None = None
         self._schedule: tuple[tuple[int, int], pipeline.Schedule] | None = None
         self._loss_of: Callable[[Any, torch.Tensor], torch.Tensor]
         model.__dict__[STAGES] = self
@@ -115,29 +117,24 @@ class StageRunner:
         """What each stage has, by stage. Every rank must call it."""
         return share(checkpoint_group(self.comms), mine)[:: self.comms.grid.world_size]
 
-    def names_of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """The names in the whole model of the parameters of each group."""
-        in_whole = renamed(self._model)
-        names = {id(p): in_whole.get(name, name) for name, p in self._model.named_parameters()}
-        return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    def names_of(self, optimizer: torch.optim.Optimizer) -> tuple[list[list[str]], list[list[str]]]:
+        """The names in the whole model of the parameters of each group: of this rank's, and of all stages' together.
 
-    def groups_of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """The same of all stages together, in the order of the whole model. Every rank must call it.
+        Those of all stages are in the order of the whole model. Every rank must call it.
 
         Raises:
             ValueError: The stages' optimizers have different numbers of groups.
         """
-        every = self.share(self.names_of(optimizer))
+        own = parameter_names(self._model, optimizer)
+        every = self.share(own)
         counts = [len(groups) for groups in every]
         if len({*counts}) > 1:
             raise ValueError(
                 f"checkpoint: the optimizers of the {len(every)} stages have {counts} groups; a whole checkpoint wants"
                 " as many on every stage, an empty one too"
             )
-        place = {name: number for number, name in enumerate(self.parameters)}
-        return [
-            sorted({name for groups in every for name in groups[g]}, key=place.__getitem__) for g in range(counts[0])
-        ]
+        joined = [set(itertools.chain(*groups)) for groups in zip(*every, strict=True)]
+        return own, [[name for name in self.parameters if name in group] for group in joined]
 
     def bring(self, whole: torch.Tensor | None, holder: int, like: torch.Tensor) -> torch.Tensor | None:
         """A tensor that the ranks of stage ``holder`` have whole, on rank 0 of all ranks. Every rank must call it.
@@ -159,13 +156,13 @@ class StageRunner:
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def announce(self, ids: torch.Tensor, chunk: int) -> StagedLogits | list[torch.Tensor]:
+    def announce(self, ids: torch.Tensor, chunk: int) -> StagedLogits | list[StagedLogits]:
         """What the model returns with gradients: the shape of its logits, or of chunks of them along the tokens."""
-        lengths = [ids.shape[1]] if not chunk else [part.shape[1] for part in ids.split(chunk, 1)]
-        shapes = [(ids.shape[0], length, self._columns) for length in lengths]
-        made: list[torch.Tensor] = [torch.empty(shape, device="meta").as_subclass(StagedLogits) for shape in shapes]
-        self._given = ids, made
-        return made[0] if not chunk else list(made)  # type: ignore[return-value]
+        parts = ids.split(chunk, 1) if chunk else (ids,)
+        shapes = [(*part.shape, self._columns) for part in parts]
+        logits = [torch.empty(shape, device="meta").as_subclass(StagedLogits) for shape in shapes]
+        self._given = ids, logits
+        return list(logits) if chunk else logits[0]
 
     def loss(
         self,
@@ -217,9 +214,9 @@ class StageRunner:
 
     def _inputs(self, logits: Any, targets: torch.Tensor) -> torch.Tensor:
         parts = [logits] if isinstance(logits, torch.Tensor) else list(logits)
-        ids, made = self._given if self._given is not None else (None, [])
+        ids, announced = self._given or (None, [])
         self._given = None
-        same = len(parts) == len(made) and all(_begins(part, whole) for part, whole in zip(parts, made, strict=True))
+        same = len(parts) == len(announced) and all(map(_begins, parts, announced))
         if ids is None or not same:
             raise ValueError(
                 "AxoStrategy: with pipeline stages the loss takes what the last call of the model returned, once, and"

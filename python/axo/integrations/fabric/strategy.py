@@ -44,8 +44,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -77,7 +76,7 @@ COUNTS = ("ranks", "data")
 _TIMEOUT = timedelta(minutes=30)
 
 
-class AxoStrategy(ParallelStrategy):
+class AxoStrategy(DDPStrategy):
     """Train on a grid of ranks.
 
     Args:
@@ -132,7 +131,7 @@ class AxoStrategy(ParallelStrategy):
         checkpoint_io: Any = None,
         precision: Any = None,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, "axo", timeout)
         one_of("AxoStrategy: counts", counts, COUNTS)
         whole_number("AxoStrategy: pipeline", pipeline, least=1)
         if grid is None:
@@ -163,8 +162,6 @@ class AxoStrategy(ParallelStrategy):
         self.plan, self.zero, self.vocab_loss, self.sharded = plan, zero, vocab_loss, sharded
         self.counts, self.like_one_device, self.step_agreement = counts, like_one_device, step_agreement
         self.comms = None  # type: ignore[assignment]
-        self._timeout = timeout
-        self._num_nodes = 1
         self._recorded: RecordedInit | None = None
         self._columns = 0  # of whole logits
         self._backward_sync_control = _NoSync()
@@ -174,16 +171,7 @@ class AxoStrategy(ParallelStrategy):
 
     # --- who is here --------------------------------------------------------------------------------------------
 
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
+    @DDPStrategy.num_nodes.setter  # type: ignore[attr-defined, untyped-decorator]
     def num_nodes(self, num_nodes: int) -> None:
         # Who counts data ranks cannot say on how many hosts they are: one of them may be on several.
         slurm = self.counts == "data" and SLURMEnvironment.detect()
@@ -247,26 +235,22 @@ class AxoStrategy(ParallelStrategy):
 
     # --- launch -------------------------------------------------------------------------------------------------
 
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self._num_nodes)
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
+    def _setup_distributed(self) -> None:
         if self.comms is not None:
             return
         environment = self.cluster_environment
         assert environment is not None
         # The ranks are the environment's: self.world_size may count something else.
         rank, ranks = environment.global_rank(), environment.world_size()
-        options: dict[str, Any] = {"timeout": self._timeout}
+        limit = self._timeout
+        assert limit is not None
+        options: dict[str, Any] = {"timeout": limit}
         if not torch.distributed.is_initialized():
-            seconds = self._timeout.total_seconds()
+            place = rank, ranks, limit.total_seconds()
             os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
-            store = launchers_store(rank, ranks, seconds)
-            options["store"] = store_of_this_start(store, rank, ranks, seconds)
+            options["store"] = store_of_this_start(launchers_store(*place), *place)
         _init_dist_connection(environment, "axo", rank, ranks, **options)
-        self.comms = axo.connect(self.grid, device=self.root_device, timeout=self._timeout, pipeline=self.pipeline)
+        self.comms = axo.connect(self.grid, device=self.root_device, timeout=limit, pipeline=self.pipeline)
         self.comms.arrange(self.arrangement)
         data_ranks.sync_metrics(self.comms)
         scaler = getattr(self.precision, "scaler", None)
@@ -310,16 +294,9 @@ class AxoStrategy(ParallelStrategy):
         vote = torch.tensor([int(decision)], dtype=torch.int64, device=self.comms.device)
         return bool(self.comms.everyone.all_reduce(vote, "min" if all else "max").item())
 
-    def barrier(self, name: str | None = None) -> None:
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.comms is not None:
             self.comms.everyone.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self.comms is None:
-            return obj
-        box = [obj]
-        torch.distributed.broadcast_object_list(box, src)
-        return box[0]
 
     def _check_launched(self, what: str) -> None:
         if self.comms is None:
@@ -344,7 +321,7 @@ class AxoStrategy(ParallelStrategy):
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             module.to(self.root_device)
 
-    def setup_module(self, module: nn.Module) -> nn.Module:
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Split ``module`` over the grid, in place. One made of Axo's layers already is left as it is."""
         self._check_launched("setup")
         if is_parallel(module):
@@ -488,15 +465,10 @@ class AxoStrategy(ParallelStrategy):
         if self.sharded and not filter and any(isinstance(value, nn.Module) for value in state.values()):
             sharded_checkpoint.save(path, state, self.comms)
             return
-        whole_checkpoint.save(
-            path,
-            state,
-            self.checkpoint_io,
-            storage_options,
-            filter or {},
-            writes=self.is_global_zero,
-            stages=self._stages,
-        )
+        if storage_options is not None or not whole_checkpoint.is_file_of_torch(path, self.checkpoint_io):
+            super().save_checkpoint(path, state, storage_options, filter)  # which gathers by the two functions above
+            return
+        whole_checkpoint.save(path, state, filter or {}, writes=self.is_global_zero, stages=self._stages)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None

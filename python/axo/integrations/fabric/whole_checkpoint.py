@@ -53,10 +53,9 @@ def module_state(
         wanted: Leave out what it is false for; must answer alike on all ranks.
         stages: The stages, if the module is this rank's part of a pipeline.
     """
-    every = module.state_dict(keep_vars=True).items()
     own = {
         name: Parts(value, placement_of(value)) if isinstance(value, torch.Tensor) else value
-        for name, value in every
+        for name, value in module.state_dict(keep_vars=True).items()
         if wanted is None or wanted(name, value)
     }
     whole = _whole(own, keep, stages)
@@ -70,21 +69,17 @@ def _whole(own: dict[Any, Any], keep: Keep | None, stages: StageRunner | None) -
         name: torch.empty(value.shape, dtype=value.local.dtype, device="meta") if isinstance(value, Parts) else value
         for name, value in own.items()
     }
-    every = [like] if stages is None else stages.share(like)
-    holders: dict[Any, int] = {}
-    for stage, values in enumerate(every):
-        for name in values:
-            holders.setdefault(name, stage)
-    kept = {}
-    for name, holder in holders.items():
-        value: Any = every[holder][name]
-        if isinstance(value, torch.Tensor):
-            mine = stages is None or holder == stages.comms.stage
-            whole = own[name].whole() if mine else None
-            value = whole if stages is None else stages.bring(whole, holder, value)
-            value = value if keep is None else keep(value)
-        kept[name] = value
-    return kept if keep is not None else {}
+    kept: dict[Any, Any] = {}
+    for stage, values in enumerate([like] if stages is None else stages.share(like)):
+        for name, value in values.items():
+            if name in kept:  # an earlier stage holds it too
+                continue
+            if isinstance(value, torch.Tensor):
+                whole = own[name].whole() if stages is None or stage == stages.comms.stage else None
+                whole = whole if stages is None else stages.bring(whole, stage, value)
+                value = None if keep is None or whole is None else keep(whole)
+            kept[name] = value
+    return {} if keep is None else kept
 
 
 def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: StageRunner | None = None) -> dict[str, Any]:
@@ -94,15 +89,15 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: StageRunner
         ValueError: A state tensor has neither the shape of its parameter nor a single element.
     """
     own, of_all_stages = _names(optimizer, stages)
-    parts: dict[Any, Any] = {}
-    for name, parameter in with_names(optimizer, own):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            is_tensor = isinstance(value, torch.Tensor)
-            parts[name, key] = state_parts(optimizer, name, key, value, parameter) if is_tensor else value
+    parts = {
+        (name, key): state_parts(optimizer, name, key, value, parameter) if isinstance(value, torch.Tensor) else value
+        for name, parameter in with_names(optimizer, own)
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
     values: dict[Any, dict[str, Any]] = {}
     for (name, key), whole in _whole(parts, keep, stages).items():
         values.setdefault(name, {})[key] = whole
-    options = [checks.without(group) for group in optimizer.param_groups]
+    options = map(checks.without, optimizer.param_groups)
     groups = [group | {"params": names} for group, names in zip(options, of_all_stages, strict=True)]
     return plain_optimizer(values, groups) if keep is not None else {}
 
@@ -110,7 +105,7 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: StageRunner
 def _names(optimizer: Optimizer, stages: StageRunner | None) -> tuple[list[list[Any]], list[list[Any]]]:
     """Names of the parameters of each group of this rank, and of all stages: numbers, where there are none."""
     if stages is not None:
-        return stages.names_of(optimizer), stages.groups_of(optimizer)
+        return stages.names_of(optimizer)
     number = itertools.count()
     names = [[next(number) for _ in group["params"]] for group in optimizer.param_groups]
     return names, names
@@ -132,16 +127,15 @@ def local_optimizer_state(
     local: dict[int, dict[str, Any]] = {}
     for index, (name, parameter) in enumerate(with_names(optimizer, own)):
         placement = placement_of(parameter)
-        placement = None if placement is None else placement.state  # with ZeRO cut over data too
         for key, value in saved.get(numbers[name], {}).items():
             if isinstance(value, torch.Tensor) and value.dim() and placement is not None:
-                if tuple(value.shape) == placement.global_shape:
-                    value = placement.take(value)
-                elif tuple(value.shape) != placement.local_shape():
+                lies = placement.state  # with ZeRO cut over data too
+                if tuple(value.shape) not in (lies.global_shape, lies.local_shape()):
                     raise ValueError(
                         f"checkpoint: {key!r} of parameter {name} to load into {type(optimizer).__name__} has shape"
-                        f" {tuple(value.shape)}, and the parameter has {placement.global_shape}"
+                        f" {tuple(value.shape)}, and the parameter has {lies.global_shape}"
                     )
+                value = lies.take(value) if tuple(value.shape) == lies.global_shape else value
             local.setdefault(index, {})[key] = value.clone() if isinstance(value, torch.Tensor) else value
     groups = whole["param_groups"]
     if stages is not None:
@@ -150,33 +144,25 @@ def local_optimizer_state(
     return {"state": local, "param_groups": groups}
 
 
+def is_file_of_torch(path: Any, io: Any) -> bool:
+    """Whether ``io``, Fabric's CheckpointIO, handles ``path`` as torch does: then it is done here, tensor by tensor."""
+    return type(io) is TorchCheckpointIO and "://" not in str(path)
+
+
 def save(
-    path: Any,
-    state: dict[str, Any],
-    io: Any,
-    storage_options: Any,
-    filters: dict[str, Filter],
-    *,
-    writes: bool,
-    stages: StageRunner | None = None,
+    path: Any, state: dict[str, Any], filters: dict[str, Filter], *, writes: bool, stages: StageRunner | None = None
 ) -> None:
-    """Write ``state``, whose modules and optimizers are sharded, to ``path``. Every rank must call it.
+    """Write ``state``, whose modules and optimizers are sharded, each tensor when it has been gathered.
+
+    Every rank must call it.
 
     Args:
         path: The file.
         state: Modules, optimizers, anything with a state dict, and plain values.
-        io: Fabric's CheckpointIO. The default one writes each tensor when it has been gathered; another gets all of
-            them at once, on rank 0.
-        storage_options: For another CheckpointIO.
         filters: As in ``Fabric.save``.
         writes: Whether this rank writes.
         stages: The stages, if the module is this rank's part of a pipeline.
     """
-    if type(io) is not TorchCheckpointIO or "://" in str(path) or storage_options is not None:
-        tree = _convert(state, keep_all if writes else None, filters, stages)
-        if writes:
-            io.save_checkpoint(checkpoint=tree, path=path, storage_options=storage_options)
-        return
     if not writes:
         _convert(state, None, filters, stages)
         return
@@ -197,8 +183,8 @@ def load(path: Any, io: Any, weights_only: bool | None) -> dict[str, Any]:
         FileNotFoundError: There is none.
         ValueError: It cannot be read.
     """
-    if type(io) is not TorchCheckpointIO or "://" in str(path):
-        return io.load_checkpoint(path, weights_only=weights_only)
+    if not is_file_of_torch(path, io):
+        return io.load_checkpoint(path, weights_only=weights_only)  # type: ignore[no-any-return]
     if not Path(path).is_file():
         raise FileNotFoundError(f"checkpoint: {path} does not exist or is not a file")
     return read_plain(Path(path), weights_only)
@@ -218,6 +204,6 @@ def _convert(
         elif isinstance(value, _Stateful):
             value = value.state_dict()
         if wanted is not None and isinstance(value, dict):
-            value = {name: item for name, item in value.items() if wanted(name, item)}
+            value = {name: each for name, each in value.items() if wanted(name, each)}
         converted[key] = value
     return converted

@@ -6,10 +6,12 @@ What the parser itself understands, it says (``parsing``); here is what must be 
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import itertools
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from axo.arrangement import arrangement_of
 from axo.checkpoint import folder as folders
 from axo.comm.device_choice import check_device
 from axo.grid import check_ranks
-from axo.integrations.litgpt import auto_grid
+from axo.integrations.litgpt import auto_grid, parsing
 from axo.integrations.litgpt.commands import PARALLEL, Command
 from axo.integrations.litgpt.options import AUTO, Options, name_of
 from axo.integrations.litgpt.parsing import Parsed, folder_of
@@ -42,17 +44,35 @@ _FOR_RESUMING = {  # why those that cannot resume do not take them
 }
 
 
-def check(name: str, parsed: Parsed, rank: Rank | None) -> None:
-    """Refuse what cannot run, and complete what was parsed: a grid, where the planner is to choose, and devices.
+def read(name: str, arguments: list[str], *, asked: bool) -> Parsed | None:
+    """Read a command's arguments, and refuse what cannot run. Once, before there are ranks: it takes seconds.
+
+    What is imported meanwhile stays in use: to look through it for garbage would take a fifth of the time.
 
     Args:
         name: The command.
-        parsed: Its arguments.
-        rank: Under torchrun: who this process is.
+        arguments: Its arguments.
+        asked: Options of Axo's are among them.
+
+    Returns:
+        None: nothing is asked of Axo, and ``--quantize`` is; on one device litgpt does that itself.
 
     Raises:
         ValueError: Something does not fit, or is not there; a size that an axis does not divide is an axo.Refused.
     """
+    gc.disable()
+    try:
+        parsed = parsing.parse(name, PARALLEL[name].load(), arguments)
+        if not asked and replace(parsed.own, trust=False) == Options() and parsed.litgpt.get("quantize") is not None:
+            return None
+        _check(name, parsed, Rank.from_environment())
+    finally:
+        gc.enable()
+    return parsed
+
+
+def _check(name: str, parsed: Parsed, rank: Rank | None) -> None:
+    """Refuse what cannot run, and complete what was parsed: a grid, where the planner is to choose, and devices."""
     command = PARALLEL[name]
     _check_options(name, command, parsed.own)
     _check_prompt_style(parsed.litgpt.get("data"))

@@ -15,23 +15,15 @@ Ranks are started here, or are torchrun's. Losses that are printed and logged ar
 
 from __future__ import annotations
 
-import atexit
-import gc
+import importlib
 import importlib.util
 import itertools
 import os
 import sys
-from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 
-from axo.integrations.litgpt import checks, conversation, parsing, restarts, run_folder
+from axo.integrations.litgpt import checks, parsing, restarts
 from axo.integrations.litgpt.commands import PARALLEL
-from axo.integrations.litgpt.options import NAMES, TRUST, Options
-from axo.launch import Rank
-
-# Imported once, before local ranks are forked, instead of by each of them.
-_USED_BY_RANKS = ("axo.checkpoint.reader", "axo.checkpoint.writer", "axo.parallelize", "axo.plans.litgpt.plan")
+from axo.integrations.litgpt.options import NAMES, TRUST
 
 
 def run(arguments: list[str]) -> None:
@@ -54,38 +46,11 @@ def run(arguments: list[str]) -> None:
         raise ValueError(f"litgpt: {name} wants {package}, which is not installed; pip install 'axo[{extra}]'")
     for option in sorted(words & {"--devices", "--num_nodes"}):
         raise ValueError(f"litgpt: {option} is what the grid says; leave it out")
-    rank = Rank.from_environment()
-    launch = restarts.Launch(rank if command.trains else None)
-    gc.disable()  # what is imported stays in use: to look through it takes a fifth of the time
-    try:
-        # Once, before there are ranks: it takes seconds, and wrong input costs one message.
-        parsed = parsing.parse(name, command.load(), arguments)
-        if not own and replace(parsed.own, trust=False) == Options() and parsed.litgpt.get("quantize") is not None:
-            _stock(name, arguments)
-            return
-        checks.check(name, parsed, rank)
-        from axo.integrations.litgpt import rank as of_rank
-
-        for module in _USED_BY_RANKS:
-            importlib.import_module(module)
-        gc.freeze()  # a forked rank that looks through it later copies every page that it looks at
-        atexit.register(gc.unfreeze)  # else Triton's modules report all of theirs as leaked when the program ends
-    finally:
-        gc.enable()
-    options = parsed.own
-    with ExitStack() as stack:
-        if command.trains and (rank is None or rank.rank == 0) and parsed.values.get("model_name") != "list":
-            how = {"again": launch.again, "allow_new_data": options.allow_new_data}
-            stack.enter_context(run_folder.hold(parsed.values, parsed.as_yaml, resumes=command.resumes, **how))
-            launch.begin()
-        given = name, options, partial(of_rank.start, name, parsed), parsed.as_yaml(), rank is None
-        if rank is not None:
-            of_rank.run(*given, int(launch.again))
-            return
-        if name == "chat":
-            conversation.keep_input()
-        times, ends = options.max_restarts, command.trains
-        restarts.run(of_rank.run, options.ranks_in_all, *given, max_restarts=times, terminate=ends)
+    parsed = checks.read(name, arguments, asked=bool(own))
+    if parsed is None:
+        _stock(name, arguments)
+    else:
+        restarts.start(parsed)
 
 
 def _check_serial(name: str, own: list[str]) -> None:

@@ -67,7 +67,7 @@ class Options:
     algorithm: str = "axonn"
     """How products are distributed: axonn, or on a grid with x = y tesseract or summa."""
     operation_timeout: float = 1800.0
-    """Seconds that the start of the ranks, and an operation between them, may take."""
+    """Seconds that the start of the ranks, and an operation between them, may take; default: 1800."""
     trust: bool = False
     """Let files of a checkpoint's folder run code: classes in a pickle, a prompt style, a chat template."""
     host: str = "127.0.0.1"

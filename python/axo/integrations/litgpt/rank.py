@@ -23,7 +23,7 @@ from axo.integrations.litgpt.strategy import strategy_of
 from axo.launch import Rank, Termination, set_threads
 
 
-def start(name: str, parsed: Parsed, again: bool) -> None:
+def start(parsed: Parsed, again: bool) -> None:
     """Call LitGPT's function with what was parsed, from its newest checkpoint where a run goes on by itself."""
     options = dict(parsed.values)
     wanted, initial = options.get("resume"), options.get("initial_checkpoint_dir")
@@ -34,7 +34,7 @@ def start(name: str, parsed: Parsed, again: bool) -> None:
         if newest is not None and initial is not None:
             options["initial_checkpoint_dir"] = None
         options["resume"] = newest or (wanted if not by_itself else False)
-    PARALLEL[name].load()(**options)  # which may be replaced
+    PARALLEL[parsed.command].load()(**options)  # which may be replaced
 
 
 def run(

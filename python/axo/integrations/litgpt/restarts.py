@@ -1,21 +1,61 @@
-"""Start the ranks of a run on this host, and again when one was lost; what torchrun does with ``--max-restarts``.
+"""Start the ranks of a command on this host, and again when one was lost; what torchrun does with ``--max-restarts``.
 
-A rank is lost when a signal ended it, or when it left without an error. An error (of the data, a NaN loss, a wrong
-option) would come again, so it ends the run. Each start continues from the newest checkpoint, and repeats what was done
-since then.
+Where torchrun has started them, this process is one. A rank is lost when a signal ended it, or when it left without an
+error. An error (of the data, a NaN loss, a wrong option) would come again, so it ends the run. Each start continues
+from the newest checkpoint, and repeats what was done since then.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
+import importlib
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+from axo.integrations.litgpt import conversation, run_folder
+from axo.integrations.litgpt.commands import PARALLEL
+from axo.integrations.litgpt.parsing import Parsed
 from axo.launch import Rank, RankFailed, launch_local
 
+# Imported once, before local ranks are forked, instead of by each of them.
+_USED_BY_RANKS = ("axo.checkpoint.reader", "axo.checkpoint.writer", "axo.parallelize", "axo.plans.litgpt.plan")
 _BEGUN = "axo/litgpt/begun"
 _MEETING_SECONDS = 600.0
+
+
+def start(parsed: Parsed) -> None:
+    """Run a command whose arguments have been checked, on its ranks.
+
+    Raises:
+        ValueError: Another run has the folder, or the command ended with an exit code.
+        RankFailed: A local rank failed.
+    """
+    command, options, rank = PARALLEL[parsed.command], parsed.own, Rank.from_environment()
+    launch = Launch(rank if command.trains else None)
+    from axo.integrations.litgpt import rank as of_rank
+
+    for module in _USED_BY_RANKS:
+        importlib.import_module(module)
+    gc.freeze()  # a forked rank that looks through what was imported copies every page that it looks at
+    atexit.register(gc.unfreeze)  # else Triton's modules report all of theirs as leaked when the program ends
+    with ExitStack() as stack:
+        if command.trains and (rank is None or rank.rank == 0) and parsed.values.get("model_name") != "list":
+            how = {"again": launch.again, "allow_new_data": options.allow_new_data}
+            stack.enter_context(run_folder.hold(parsed.values, parsed.as_yaml, resumes=command.resumes, **how))
+            launch.begin()
+        given = parsed.command, options, partial(of_rank.start, parsed), parsed.as_yaml(), rank is None
+        if rank is not None:
+            of_rank.run(*given, int(launch.again))
+            return
+        if parsed.command == "chat":
+            conversation.keep_input()
+        times, ends = options.max_restarts, command.trains
+        run(of_rank.run, options.ranks_in_all, *given, max_restarts=times, terminate=ends)
 
 
 def run(function: Callable[..., None], ranks: int, *args: Any, max_restarts: int, terminate: bool) -> None:

@@ -43,7 +43,7 @@ class LitGPTStrategy(AxoStrategy):
         self.module: nn.Module | None = None
         self.after_setup: Callable[[nn.Module], None] | None = None  # for the next model, once split
 
-    def setup_module(self, module: nn.Module) -> nn.Module:
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         module = self.module = super().setup_module(module)
         if self.after_setup is not None:
             self.after_setup(module)

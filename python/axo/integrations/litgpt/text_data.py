@@ -100,11 +100,9 @@ def _text_files(paths: list[str]) -> list[Path]:
     """
     text: list[Path] = []
     for path in paths:
-        files = data.find_files([path])
-        if Path(path).is_dir():
-            files = [file for file in files if _is_text(file)]
-            if not files:
-                raise ValueError(f"LocalText: the folder {path} holds no text")
+        files = [file for file in data.find_files([path]) if not Path(path).is_dir() or _is_text(file)]
+        if not files:
+            raise ValueError(f"LocalText: the folder {path} holds no text")
         text += files
     return text
 
