@@ -16,6 +16,7 @@ what stands there is not measured again.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -164,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what is imported needs no more looking through
+    atexit.register(gc.unfreeze)  # else Triton's modules report all of theirs as leaked when the program ends
     options.json.parent.mkdir(parents=True, exist_ok=True)
     with options.json.open("a") as file, ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         if not lines:

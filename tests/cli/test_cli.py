@@ -377,6 +377,12 @@ def test_bench_lists_and_refuses(tmp_path: Path) -> None:
     assert code == 2 and lines[0].startswith("axo bench: error: 'nothing-like-it' is not one of")
 
 
+def test_a_bench_hands_work_to_processes(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    code, lines = run_axo("bench", "memory", "--seconds", "1", "--json", str(out))
+    assert code == 0 and len(out.read_text().splitlines()) > 1, lines
+
+
 def test_tune_prints_a_table_and_writes_the_cache(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     small = ["tune", "--model", "gpt-5b", "--grid", "2x2x2x1", "--shrink", "64", "--rows", "128", "--dtype", "float32"]

@@ -132,7 +132,7 @@ def reachable_storage(root, skip=()):
         if id(thing) in seen or isinstance(thing, type | ModuleType | FunctionType | MethodType) or thing in skip:
             continue
         seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
+        if isinstance(thing, torch.Tensor) and not thing.is_meta:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
             if thing.grad is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
-import runpy
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +29,8 @@ def bench(
     if name not in known:
         raise ValueError(f"{name!r} is not one of {', '.join(known) or 'the installed benchmarks (none)'}")
     sys.argv = [f"axo bench {name}", *context.args]
-    runpy.run_module(f"axo_bench.{name}", run_name="__main__", alter_sys=False)
+    # By its name, not as __main__: what a bench hands to processes of its own is found under it.
+    raise SystemExit(importlib.import_module(_main_of(name)).main())
 
 
 def benchmarks() -> list[str]:
@@ -41,11 +41,17 @@ def benchmarks() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if _is_script(module.name))
 
 
+def _main_of(name: str) -> str:
+    """The module that runs a bench: a package's is its ``__main__``."""
+    spec = importlib.util.find_spec(f"axo_bench.{name}")
+    return f"axo_bench.{name}" + (".__main__" if spec is not None and spec.submodule_search_locations else "")
+
+
 def _is_script(name: str) -> bool:
-    """Whether a module of the benches can be run, a package by its ``__main__``; others are what they share."""
+    """Whether a module of the benches can be run; others are what they share."""
     spec = importlib.util.find_spec(f"axo_bench.{name}")
     if spec is None or spec.origin is None:
         return False
     path = Path(spec.origin)
     path = path.with_name("__main__.py") if spec.submodule_search_locations else path
-    return path.exists() and '__name__ == "__main__"' in path.read_text()
+    return path.exists() and "\ndef main(" in path.read_text()
