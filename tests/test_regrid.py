@@ -210,6 +210,41 @@ def refusals() -> None:
         axo.regrid(model, optimizer, "1x1x4x1")
 
 
+def mixed() -> None:
+    """Two dtypes in a bucket; an optimizer that is not given; an update that is wrong on shards; a buffer of a rank."""
+    comms = axo.connect("1x1x1x4")
+    torch.manual_seed(0)
+    odd, wide = nn.Linear(3, 3, dtype=torch.bfloat16), nn.Linear(5, 7)
+    model: Any = nn.ModuleDict({"odd": odd, "wide": wide})
+    model.register_buffer("own", torch.tensor(float(comms.rank)))
+    axo.parallelize(model, comms, plan="auto")
+    model.own.fill_(comms.rank)
+    values = [axo.unshard(parameter, placement_of(parameter)) for parameter in model.parameters()]
+    optimizer = torch.optim.Muon([model.odd.weight, model.wide.weight])
+    other = torch.optim.SGD([model.odd.bias, model.wide.bias])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    other.step()
+    moved = [axo.unshard(parameter, placement_of(parameter)) for parameter in model.parameters()]
+    axo.regrid(model, optimizer, "2x1x2x1")
+    assert model.own == comms.rank
+    for parameter, before in zip(model.parameters(), moved, strict=True):
+        assert torch.equal(axo.unshard(parameter, placement_of(parameter)), before)
+    assert not torch.equal(values[1], moved[1])
+    with pytest.raises(RuntimeError, match=r"not given to axo\.regrid"):
+        other.step()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(axo.Refused, match="Muon does not update element by element"):
+        optimizer.step()
+    with pytest.raises(ValueError):  # on every rank, though one alone is wrong
+        axo.regrid(model, optimizer, "four along z" if comms.rank == 2 else "1x1x4x1")
+
+
+def test_dtypes_other_optimizers_and_buffers():
+    run_ranks(mixed, 4)
+
+
 def test_what_cannot_move_is_refused_and_nothing_has_changed():
     run_ranks(refusals, 4)
 

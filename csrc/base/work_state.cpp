@@ -89,10 +89,12 @@ bool WorkState::settle(std::exception_ptr error, Clock::time_point time) noexcep
   return true;
 }
 
-// No lock: on_completion() adds nothing once the work is complete.
 void WorkState::call_back() noexcept {
   std::vector<std::function<void()>> callbacks;
-  callbacks.swap(callbacks_);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    callbacks.swap(callbacks_);
+  }
   for (auto& callback : callbacks) {
     try {
       callback();

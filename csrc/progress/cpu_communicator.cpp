@@ -86,7 +86,7 @@ void CpuCore::end(const Ended& ended, bool tell) {
     const auto now = Clock::now();
     for (const auto& [work, error] : ended) flight_->ended(work->flight(), error != nullptr, now);
     FlightLog::get().write();
-    settle(ended);
+    for (const auto& [work, error] : ended) work->settle(error, now);
   }
   if (ended.empty()) return;
   for (const auto& [work, error] : ended) {

@@ -241,7 +241,9 @@ c10::intrusive_ptr<c10::ivalue::Future> C10dWork::getFuture() {
   // only this thread could complete it; and in a hook of DistributedDataParallel that is written in Python: its
   // callbacks issue collectives and change state of the next hooks (torch's PowerSGD does both), so they run before it
   // returns, as they do with NCCL.
-  const bool in_hook = torch::autograd::get_current_graph_task_id() >= 0 && PyGILState_Check() != 0;
+  // A message is left out: its peer may wait for one that this thread sends or receives next.
+  const bool in_hook =
+      !c10d::isP2POp(opType_) && torch::autograd::get_current_graph_task_id() >= 0 && PyGILState_Check() != 0;
   if (parts_completed() || FutureThread::here() || in_hook) {
     const WithoutGil others_may_run(in_hook);
     complete_future();

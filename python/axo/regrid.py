@@ -38,6 +38,7 @@ from axo.grid import Grid
 from axo.nn.layer import ParallelLayer
 from axo.nn.replicated import Replicated
 from axo.optim import step_hooks
+from axo.optim.checks import state_checks, watch_replaced
 from axo.overlap.model import engines
 from axo.parallelize import parallelize
 from axo.placement import Placement, placement_of
@@ -51,9 +52,10 @@ def regrid(model: nn.Module, optimizer: Optimizer | None, grid: Grid | str) -> n
 
     The objects stay: the model, its communicators (with all that holds them, such as a loss), the optimizer with its
     groups and options, and a schedule of its rate. The modules and parameters inside the model are new. So what has
-    been done to them since ``axo.parallelize`` must be done again: hooks, activation checkpointing, compilation.
-    Gradients are dropped, as ``zero_grad`` does. Rows are cut anew: ``axo.shard_batch``, or a sampler of
-    ``comms.data_ranks`` parts. Another model on the same communicators cannot be used any more.
+    been done to them since ``axo.parallelize`` must be done again: hooks, activation checkpointing, compilation. The
+    same holds for attributes and hooks of the model itself. Gradients are dropped, as ``zero_grad`` does. Rows are cut
+    anew: ``axo.shard_batch``, or a sampler of ``comms.data_ranks`` parts. Another model on the same communicators
+    cannot be used any more, nor another optimizer of this one, whose next step is refused.
 
     Args:
         model: What ``axo.parallelize`` returned.
@@ -66,14 +68,33 @@ def regrid(model: nn.Module, optimizer: Optimizer | None, grid: Grid | str) -> n
     Raises:
         ValueError: The model cannot lie on that grid, or cannot move at all; nothing has changed then.
     """
-    comms, serial = _movable(model, optimizer)
-    grid = Grid.parse(grid)
-    if differ := ranks_that_differ(comms, f"regrid {grid}"):
-        raise ValueError(f"regrid: ranks {differ} ask for another grid than rank 0 (here: {grid}); pass one grid")
+    serial, comms = getattr(model, "_axo_serial", None), state.communicators(model)
+    if serial is None or comms is None:
+        raise ValueError(
+            f"regrid: this {type(model).__name__} is not what axo.parallelize returned; give that model itself, or save"
+            " a checkpoint and load it on the other grid"
+        )
+    wrong, asked = None, ""
+    try:
+        _check_movable(model, optimizer, comms, serial)
+        grid = Grid.parse(grid)
+        before = _Before(model, optimizer, comms)
+        asked = f"{grid} {before.described()}"
+    except Exception as error:  # the others hear of it in the comparison
+        wrong = error
+    differ = ranks_that_differ(comms, asked)
+    if wrong is not None:
+        raise wrong
+    assert isinstance(grid, Grid)
+    if differ:
+        raise ValueError(
+            f"regrid: ranks {differ} ask for another grid than rank 0, have another optimizer or other state of it, or"
+            f" cannot move (here: {grid}); call it alike on every rank, between two steps"
+        )
     if grid == comms.grid:
         return model
-    before = _Before(model, optimizer, comms)
     other = comms.on(grid)
+    watch_old_parameters = watch_replaced(model)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model itself says it all again
@@ -89,22 +110,19 @@ def regrid(model: nn.Module, optimizer: Optimizer | None, grid: Grid | str) -> n
     comms.become(other)
     parallelize(serial.model(before.parameters, model), comms, **serial.options)
     before.give(model, optimizer, comms)
+    watch_old_parameters()
+    if optimizer is not None:
+        state_checks.forget(optimizer)
     return model
 
 
-def _movable(model: nn.Module, optimizer: Optimizer | None) -> tuple[Communicators, Serial]:
-    """What the model lies on, and what it was made of.
+def _check_movable(model: nn.Module, optimizer: Optimizer | None, comms: Communicators, serial: Serial) -> None:
+    """Refuse what cannot move, or not now.
 
     Raises:
-        ValueError: It cannot move, or not now.
+        ValueError: Says why.
     """
     state.check_kinds(model, optimizer)
-    serial, comms = getattr(model, "_axo_serial", None), state.communicators(model)
-    if serial is None or comms is None:
-        raise ValueError(
-            f"regrid: this {type(model).__name__} is not what axo.parallelize returned; give that model itself, or save"
-            " a checkpoint and load it on the other grid"
-        )
     if comms.stages > 1 or serial.options.get("offload") is not None:
         what = f"{comms.stages} stages" if comms.stages > 1 else "state on a lower tier of memory"
         raise ValueError(f"regrid: a model with {what} cannot move in memory; save a checkpoint, and load it there")
@@ -114,7 +132,6 @@ def _movable(model: nn.Module, optimizer: Optimizer | None) -> tuple[Communicato
         )
     if optimizer is not None:
         state.parameter_names(model, optimizer)
-    return comms, serial
 
 
 class _Before:
@@ -137,6 +154,11 @@ class _Before:
                 if isinstance(value, torch.Tensor) and value.dim():
                     assert optimizer is not None
                     self.placements[name, key] = state.state_parts(optimizer, name, key, value, parameter).placement
+
+    def described(self) -> str:
+        """What ranks must have alike to move together."""
+        kept = {name: sorted(map(repr, values)) for name, values in self.of_optimizer.items()}
+        return f"{kept} {self.names}"
 
     def give(self, model: nn.Module, optimizer: Optimizer | None, comms: Communicators) -> None:
         """Fill the model, whose parameters are on the meta device, and put its parameters into the optimizer."""
@@ -256,7 +278,7 @@ class _Moves:
         self._comms.world.all_to_all(source, target, send_counts=send_counts, recv_counts=recv_counts)
         start = 0
         for part in (part for parts in received for part in parts):
-            part.copy_(target[start : start + part.nbytes].view(part.dtype).view(part.shape))
+            part.copy_(target[start : start + part.nbytes].clone().view(part.dtype).view(part.shape))
             start += part.nbytes
         for old, _, _ in self._bucket:
             if isinstance(old, nn.Parameter):  # the modules that held it are garbage, which nobody collects at once

@@ -26,7 +26,7 @@ def early_optimizer(grid):
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     axo.parallelize(model, comms, plan="auto")
     model(torch.ones(4, 8)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"made before axo.parallelize and holds 4 parameters .*'0.weight'"):
+    with pytest.raises(RuntimeError, match=r"made before axo.parallelize.* holds 4 parameters .*'0.weight'"):
         early.step()
     del early
     torch.optim.SGD(model.parameters(), lr=0.1).step()

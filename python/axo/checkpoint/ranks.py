@@ -148,7 +148,14 @@ def share(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     return values
 
 
-_KINDS: dict[str, Any] = {"tuple": tuple, "set": set, "dict": dict}
+_KINDS: dict[str, Any] = {
+    "tuple": tuple,
+    "set": set,
+    "dict": dict,
+    "dtype": lambda names: getattr(torch, next(names)),
+    "bytes": bytes,
+    "complex": lambda parts: complex(*parts),
+}
 
 
 def _to_json(value: Any) -> Any:
@@ -162,6 +169,12 @@ def _to_json(value: Any) -> Any:
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), data]}
     if isinstance(value, dict):
         return {"dict": [[_to_json(key), _to_json(each)] for key, each in value.items()]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": [str(value).removeprefix("torch.")]}
+    if isinstance(value, bytes):
+        return {"bytes": list(value)}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
     if isinstance(value, tuple | set):
         return {"tuple" if isinstance(value, tuple) else "set": list(map(_to_json, value))}
     raise TypeError(type(value).__name__)

@@ -261,8 +261,9 @@ def write(
                 part.commit(step, metadata.write(path, _contents(itertools.chain(*(written for _, written in told)))))
                 if keep is not None:
                     folders.prune(final, keep, part.run)
-            except Exception as error:
-                problem = f"rank {rank}: {error}"
+            except BaseException as error:  # the others wait to hear of it
+                problem = f"rank {rank}: {str(error) or type(error).__name__}"
+                interrupt = None if isinstance(error, Exception) else error
         problems += share(group, problem)
     finally:
         if part is not None:

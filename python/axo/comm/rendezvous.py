@@ -300,6 +300,8 @@ class Meeting:
         """What the store answers, which may be gone."""
         try:
             return call(*arguments)
+        except dist.DistStoreError as error:
+            raise Timeout(f"{self.who}: the store does not answer ({str(error).splitlines()[0]})") from None
         except dist.DistError as error:
             why = str(error).splitlines()[0]
             said = f"the store has gone: rank 0, or its launcher, has ended ({why})"

@@ -196,9 +196,9 @@ class _Peers:
             )
         if self.failure is not None:
             raise self.failure
-        gone = [rank for rank, times in self.refusals.items() if times >= _REFUSALS]
-        if not (missing := self.missing()) and not gone:
+        if not (missing := self.missing()):
             return
+        gone = [rank for rank in missing if self.refusals.get(rank, 0) >= _REFUSALS]
         each = [
             f"rank {rank} (host {identities[rank].partition(' ')[0]}, {self.places[rank][0]}:{self.places[rank][1]}:"
             f" {self.reasons.get(rank, 'it has not connected to this rank')})"

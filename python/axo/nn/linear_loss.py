@@ -75,6 +75,9 @@ def linear_cross_entropy(
     if not isinstance(head, Linear):
         raise ValueError(f"linear_cross_entropy: the head is a {type(head).__name__}; pass an axo.nn.Linear")
     head.comms.arrangement.only_axonn("linear_cross_entropy")
+    if type(head)._matrix is not Linear._matrix or head.matmul.exchange.fp8 is not None:
+        what = "multiplies in fp8" if head.matmul.exchange.fp8 is not None else "stores its weight the other way round"
+        raise ValueError(f"linear_cross_entropy: {head.label()} {what}; call the head, then axo.nn.cross_entropy")
     if head.out_blocks is not None or head.scatters_tokens or head.matmul.out_axis != head.out_axis:
         raise ValueError(f"linear_cross_entropy: {head.label()} has row blocks or split tokens, which no head has")
     rows = head._cut(input)

@@ -86,6 +86,10 @@ class _StateChecks:
     def __init__(self) -> None:
         self._tried: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # and groups it had then
 
+    def forget(self, optimizer: Optimizer) -> None:
+        """Its parameters are other shards now."""
+        self._tried.pop(optimizer, None)
+
     def before_step(self, optimizer: Optimizer) -> None:
         if self._tried.get(optimizer) != len(optimizer.param_groups):
             check_update(optimizer, "step()")
@@ -110,8 +114,8 @@ def _say_shards(optimizer: Optimizer, state: MutableMapping[str, Any]) -> None:
             group[KEY] = shards
 
 
-_state_checks = _StateChecks()
-around_steps(_state_checks, before=_StateChecks.before_step)  # first, and for good
+state_checks = _StateChecks()
+around_steps(state_checks, before=_StateChecks.before_step)  # first, and for good
 
 
 def watch_replaced(model: nn.Module) -> Callable[[], None]:
@@ -135,9 +139,9 @@ def _refuse(optimizer: Optimizer, gone: list[tuple[str, weakref.ref[nn.Parameter
     lost = [names[id(p)] for p in stepped(optimizer) if id(p) in names] if names else []
     if lost:
         raise RuntimeError(
-            f"step(): this optimizer was made before axo.parallelize and holds {len(lost)} parameters that the model no"
-            f" longer has ({lost[0]!r} among them), so it would train nothing; make the optimizer after"
-            " axo.parallelize, from model.parameters()"
+            f"step(): this optimizer was made before axo.parallelize, or not given to axo.regrid, and holds {len(lost)}"
+            f" parameters that the model no longer has ({lost[0]!r} among them), so it would train nothing; make the"
+            " optimizer after that, from model.parameters()"
         )
 
 

@@ -120,6 +120,7 @@ class Muon(Optimizer):
             for name in _OF_MUON:
                 del group[name]
             return
+        check.one_of("Muon: adjust_lr_fn", group["adjust_lr_fn"], ADJUSTMENTS)
         for parameter in group["params"]:
             if parameter.dim() != 2:
                 self.param_groups.pop()
@@ -397,7 +398,7 @@ class _MatrixUpdates:
 
     def _cheapest_of(self, matrices: list[tuple[_Matrix, Placement]]) -> str:
         placements, steps = [placement for _, placement in matrices], matrices[0][0].group["ns_steps"]
-        key = (steps, *placements)
+        key = (steps, str(placements[0].communicators.grid), *placements)
         if key not in self._cheapest:
             grid, size = placements[0].communicators.grid, self.dtype.itemsize
             copies = any(placement.copies for placement in placements)

@@ -254,7 +254,7 @@ class _Distributed:
     def orthogonalize(self, shard: torch.Tensor, coefficients: Coefficients, steps: int, eps: float) -> torch.Tensor:
         a, b, c = coefficients
         x = (shard.T if self.layout.transposed else shard).contiguous()
-        square = x.float().square().sum().reshape(1)
+        square = x.to(torch.promote_types(x.dtype, torch.float32)).square().sum().reshape(1)
         for axis in split_axes(self.layout.placement, self.layout.grid):
             self.comms.axis(axis).all_reduce(square)
         x = x / square.sqrt().to(x.dtype).clamp(min=eps)

@@ -89,7 +89,10 @@ class Request:
         ]
         return [
             (not _is_count(self.gpus, 1), f"gpus={self.gpus!r} is not a count; use a whole number of at least 1"),
-            (self.gpus > MOST_GPUS, f"gpus={self.gpus} is more than any machine has; use at most {MOST_GPUS}"),
+            (
+                _is_count(self.gpus, 1) and self.gpus > MOST_GPUS,
+                f"gpus={self.gpus} is more than any machine has; use at most {MOST_GPUS}",
+            ),
             (
                 not _is_count(self.micro_batches, 0),
                 f"micro_batches={self.micro_batches!r} is not a count; use 0 for as few as fit",

@@ -39,19 +39,22 @@ class Serial:
             other = like.get(name, parameter)
             empty = torch.empty_like(parameter, dtype=other.dtype)
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=other.requires_grad)
-        return without_values(self._model, memo, root)
+        return without_values(self._model, memo, root, copies=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Serial:
         return self
 
 
-def without_values(model: nn.Module, memo: dict[int, Any], root: nn.Module | None = None) -> nn.Module:
+def without_values(
+    model: nn.Module, memo: dict[int, Any], root: nn.Module | None = None, *, copies: bool = False
+) -> nn.Module:
     """A copy of ``model`` with parameters on the meta device.
 
     Args:
         model: A serial model.
         memo: id of a parameter or module -> what stands for it in the copy.
         root: A module that becomes the copy; None: a new one.
+        copies: Of other tensors too, such as buffers: who plans may write into them.
     """
 
     def module_of(old: nn.Module, new: nn.Module | None = None) -> nn.Module:
@@ -71,6 +74,8 @@ def without_values(model: nn.Module, memo: dict[int, Any], root: nn.Module | Non
             empty = torch.empty_like(value, device="meta", requires_grad=False)
             new = memo[id(value)] = nn.Parameter(empty.as_subclass(torch.Tensor), requires_grad=value.requires_grad)
             return new
+        if copies and isinstance(value, torch.Tensor):
+            return memo.setdefault(id(value), value.clone())
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
             return types.MethodType(value.__func__, copied(value.__self__))
         if isinstance(value, dict):

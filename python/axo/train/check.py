@@ -114,6 +114,11 @@ def _check_values(config: TrainConfig) -> None:
             raise ValueError(f"train: {name}={value!r} is not one of {', '.join(words)}")
     if config.recompute_keeps != "nothing" and not config.recompute:
         raise ValueError(f"train: recompute-keeps={config.recompute_keeps} says what --recompute keeps; say that too")
+    if config.optimizer == "muon" and config.precision == "16-mixed" and config.compare_serial:
+        raise ValueError(
+            "train: compare-serial with optimizer=muon and precision=16-mixed compares with two optimizers, each of"
+            " which skips steps by itself; use bf16-mixed or 32-true"
+        )
     if config.goldfish_k == 1:
         raise ValueError("train: goldfish-k=1 would leave every token out; use 0 (off), or 2 and more")
 
@@ -122,7 +127,10 @@ def _check_stages(config: TrainConfig, blocks: int, rows: int) -> None:
     """Check the options of stages: of a model of so many blocks, with so many rows of a rank in a piece."""
     pipeline_schedule.check_algorithm(config.schedule, config.algorithm)
     stages = config.pipeline * pipeline_schedule.schedule_kind(config.schedule).stages_per_rank
-    cut.check(blocks, stages, cut.read(config.cuts))
+    try:
+        cut.check(blocks, stages, cut.read(config.cuts))
+    except ValueError as error:
+        raise ValueError(f"train: {error}") from None
     pipeline_schedule.check(config.schedule, config.microbatches, config.pipeline)
     if rows < config.microbatches:
         parts = config.batch_size // config.accumulate // rows
@@ -219,6 +227,10 @@ def _check_files(config: TrainConfig) -> None:
         if path.exists() and not path.is_file():
             raise ValueError(
                 f"train: {option}: {path} {folder.kind_of(path)}, and a file of that name is to be written"
+            )
+        if path.name == LOG_NAME and (path.is_symlink() or (path.exists() and path.stat().st_nlink > 1)):
+            raise ValueError(
+                f"train: {option}: {path} is a name of a file elsewhere, and is not written into; remove it"
             )
         if path.exists() and not os.access(path, os.W_OK):
             raise ValueError(f"train: {option}: no permission to write {path}")
