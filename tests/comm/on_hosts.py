@@ -140,11 +140,11 @@ def be_refused(secrets):
     try:
         axo.connect(f"{os.environ['WORLD_SIZE']}x1x1x1", timeout=60)
     except axo.Error as error:
-        text = str(error)
-    at = time.time()
-    if os.environ["RANK"] == "0":
-        time.sleep(3)  # the store is this process's; a launcher's is there until all ranks have ended
-    return came, at, text
+        text, at = str(error), time.time()
+        if os.environ["RANK"] == "0":
+            time.sleep(3)  # the store is the error's frames'; a launcher's is there until all ranks have ended
+        return came, at, text
+    return came, time.time(), text
 
 
 def steps(seconds):

@@ -129,7 +129,7 @@ def one_stalls(where, folder):
 
     replace_in_rank_1(where, stall)
     start = time.monotonic()
-    with pytest.raises(Timeout) as caught:
+    with pytest.raises((Timeout, axo.PeerLost)) as caught:  # the other one's time may end a moment earlier
         axo.connect("3x1x1x1", meeting_timeout=3)
     seconds = time.monotonic() - start
     open(f"{folder}/{os.environ['RANK']}", "w").close()
@@ -145,7 +145,7 @@ def test_the_meeting_timeout_bounds_every_meeting(where, tmp_path):
         assert outcome.ok, outcome.describe() + outcome.traceback
         message, seconds = outcome.value
         assert seconds < 25, message  # it was the 600 s of an operation
-        assert outcome.rank == 2 or re.search(r"ranks \[1\]|not arrived: 1\b|rank 1 has not come", message), message
+        assert outcome.rank == 2 or re.search(r"ranks \[1\]|not arrived: 1\b|rank 1 has not come|rank 2 .*died; waited [23]\.", message), message
 
 
 def one_raises(where):
