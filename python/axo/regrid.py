@@ -130,8 +130,6 @@ def _check_movable(model: nn.Module, optimizer: Optimizer | None, comms: Communi
         raise ValueError(
             "regrid: gradients of axo.no_sync wait for a backward pass outside of it; finish the step first"
         )
-    if optimizer is not None:
-        state.parameter_names(model, optimizer)
 
 
 class _Before:

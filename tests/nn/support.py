@@ -6,6 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import axo
 from axo.matmul import cost
@@ -53,6 +54,18 @@ def seed_apart(comms):
 def serial_seed():
     """Seed as rank 0 does in ``seed_apart``: what a serial program starts with."""
     torch.manual_seed(1000)
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operation gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
 
 
 _places = itertools.count()

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from litgpt.config import Config
 from litgpt.model import GPT
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import axo
@@ -23,6 +22,7 @@ from axo.nn.linear_loss import linear_cross_entropy_cost
 from tests import gpt
 from tests.launcher import run_ranks
 from tests.nn.support import (
+    Largest,
     assert_close,
     assert_counted,
     assert_gradients_match,
@@ -144,24 +144,12 @@ def test_in_bfloat16_as_much_as_products_round() -> None:
     assert run_ranks(train, 4, "2x1x2x1", 5, 0, torch.bfloat16)[0] == pytest.approx(serial, rel=1e-2)
 
 
-class _Largest(TorchDispatchMode):
-    """The elements of the largest tensor that an operation gives, beside those of some shapes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
 def largest(chunk_rows: int) -> tuple[int, int, int]:
     comms = axo.connect("2x1x2x1")
     rows, hidden, vocabulary = 512, 16, 1024
     head = axo.nn.Linear(hidden, vocabulary, False, comms=comms)
     x = torch.randn(rows // 2, hidden, requires_grad=True)
-    with _Largest() as seen:
+    with Largest() as seen:
         linear_cross_entropy(x, head, torch.zeros(rows // 2, dtype=torch.int64), chunk_rows=chunk_rows).backward()
     return seen.elements, rows // 2 * vocabulary // 2, vocabulary // 2 * hidden
 

@@ -19,14 +19,13 @@ from litgpt.config import Config
 from litgpt.model import GPT
 from torch import nn
 from torch.optim import _muon
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import axo
 from axo.optim.muon import cost
 from axo.optim.newton_schulz import least_moved, split_axes
 from tests import gpt
 from tests.launcher import run_ranks
-from tests.nn.support import mean_over_data_ranks, my_rows, seed_apart, serial_seed
+from tests.nn.support import Largest, mean_over_data_ranks, my_rows, seed_apart, serial_seed
 
 NORMAL, TRANSPOSED = (("x", "z"), ("y",)), (("y", "z"), ("x",))
 # Wide, tall, square; sizes that do not divide; fewer rows than ranks; more matrices than ranks.
@@ -162,25 +161,13 @@ def test_what_is_sent_is_what_cost_counts(grid: str, method: str) -> None:
     run_ranks(counted, axo.Grid.parse(grid).world_size, grid, method)
 
 
-class _Largest(TorchDispatchMode):
-    """The elements of the largest tensor that an operation gives."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
 def largest(grid: str, shape: tuple[int, int]) -> float:
     comms = axo.connect(grid)
     (placement,) = placements(comms, [(shape, NORMAL)])
     parameter = nn.Parameter(axo.shard(whole(shape, 0), placement))
     parameter.placement, parameter.grad = placement, axo.shard(whole(shape, 1), placement)
     optimizer = axo.optim.Muon([parameter], method="auto", memory=shape[0] * shape[1])
-    with _Largest() as seen:
+    with Largest() as seen:
         optimizer.step()
     return seen.elements / math.prod(placement.max_local_shape())
 
