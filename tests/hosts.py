@@ -30,7 +30,7 @@ _KEEPER = "mount -t tmpfs tmpfs /dev/shm && ip link set lo up && exec sleep infi
 
 def available() -> str:
     """Why no hosts can be made here; "" where they can."""
-    for tool in ("ip", "tc", "unshare", "nsenter"):
+    for tool in ("ip", "tc", "ss", "unshare", "nsenter"):
         if shutil.which(tool) is None:
             return f"{tool} is not installed"
     done = subprocess.run(

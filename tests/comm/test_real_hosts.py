@@ -188,13 +188,13 @@ def test_some_grids_of_eight_ranks_train_on_four_hosts_as_on_one_and_as_serial()
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_what_leaves_a_host_is_the_least_that_each_collective_needs(count):
-    """By the counters of the hosts' interfaces: headers of packets and acknowledgements are a few percent."""
+    """By the counters of the hosts' interfaces; what starts and ends a collective is a few tenths of a percent."""
     with Hosts(count) as hosts:
         left = call_on(hosts, 2, 3 * START_S, "bytes_of_collectives", 2)
     least = least_bytes(2 * count, count)
     ratios = {name: sum(of_rank[name] for of_rank in left) / least[name] for name in least}
-    print(f"\n{count} hosts x 2 ranks, bytes on the wire over the least: {ratios}")
-    assert all(1.0 <= ratio < 1.06 for ratio in ratios.values()), ratios
+    print(f"\n{count} hosts x 2 ranks, payload between hosts over the least: {ratios}")
+    assert all(1.0 <= ratio < 1.01 for ratio in ratios.values()), ratios
 
 
 @pytest.mark.soak
