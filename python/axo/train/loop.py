@@ -28,6 +28,7 @@ from torch import nn
 
 import axo
 from axo import pipeline
+from axo.comm.memory import most_held
 from axo.grid import AXES
 from axo.perf import cut
 from axo.train import data, models, recipe
@@ -39,8 +40,8 @@ _AXES = (*AXES, "world")
 
 @dataclass(frozen=True)
 class Step:
-    """What one step gave. ``blocked`` is seconds a rank spent blocked in communication, by axis, mean over ranks;
-    ``stop`` is whether any rank was asked to end."""
+    """What one step gave. ``blocked`` is seconds a rank spent blocked in communication, by axis, and ``memory`` the
+    most bytes that it has held so far, means over ranks; ``stop`` is whether any rank was asked to end."""
 
     index: int
     loss: float
@@ -49,6 +50,7 @@ class Step:
     seconds: float
     tokens: int
     blocked: dict[str, float]
+    memory: float
     stop: bool = False
 
 
@@ -96,9 +98,10 @@ class Trainer:
         mine, tokens = self.accumulate(inputs, recipe.wanted_targets(inputs, targets, config))
         norm = float(self.update())
         blocked = [comms.blocked_seconds.get(axis, 0.0) - blocked_before.get(axis, 0.0) for axis in _AXES]
-        shared = torch.tensor([float(mine), self.asked_to_stop(), *blocked], dtype=torch.float64, device=comms.device)
+        of_rank = (float(mine), self.asked_to_stop(), most_held(comms.device), *blocked)
+        shared = torch.tensor(of_rank, dtype=torch.float64, device=comms.device)
         comms.everyone.all_reduce(shared)
-        total, stop, *blocked = shared.tolist()
+        total, stop, memory, *blocked = shared.tolist()
         comms.poll()  # the host has seen the end of the step: a NaN may be rows that a peer never sent
         loss = total / (comms.grid.world_size // comms.data_ranks) / tokens  # of ranks with the same rows, each counts
         if not math.isfinite(loss):
@@ -108,7 +111,7 @@ class Trainer:
             )
         means = {axis: seconds / comms.everyone.size for axis, seconds in zip(_AXES, blocked, strict=True)}
         seconds, tokens = time.perf_counter() - started, config.batch_size * config.seq_len
-        return Step(index, loss, lr, norm, seconds, tokens, means, stop > 0)
+        return Step(index, loss, lr, norm, seconds, tokens, means, memory / comms.everyone.size, stop > 0)
 
     def accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Add the gradient of the mean loss over all ranks' tokens to ``.grad``.

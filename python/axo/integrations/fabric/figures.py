@@ -15,12 +15,12 @@
 
 from __future__ import annotations
 
-import resource
 import time
 
 import torch
 
 from axo.comm.connect import Communicators
+from axo.comm.memory import most_held
 from axo.grid import AXES
 from axo.integrations import data_ranks
 
@@ -56,7 +56,7 @@ class Figures:
         mean = self._comms.everyone.all_reduce(
             torch.tensor(shares, dtype=torch.float64, device=self._comms.device), "sum"
         )
-        most = torch.tensor([_memory(self._comms.device)], dtype=torch.float64, device=self._comms.device)
+        most = torch.tensor([most_held(self._comms.device)], dtype=torch.float64, device=self._comms.device)
         figures = {
             f"comm_share/{axis}": share / self._comms.everyone.size
             for axis, share in zip(AXES, mean.tolist(), strict=True)
@@ -77,10 +77,3 @@ class Figures:
     def _blocked_by_axis(self) -> list[float]:
         seconds = self._comms.blocked_seconds
         return [seconds[axis] for axis in AXES]
-
-
-def _memory(device: torch.device) -> float:
-    """Bytes."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
