@@ -39,7 +39,8 @@ MODEL = {
     "vocab_size": 258, "padded_vocab_size": 264, "rotary_percentage": 1.0, "parallel_residual": False, "bias": False,
     "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "intermediate_size": 96,
 }  # fmt: skip
-BATCH, LENGTH, LIMIT, WINDOW, VALIDATIONS = 4, 64, 1e-4, 50, 20
+BATCH, LENGTH, LIMIT, WINDOW, VALIDATIONS, VALIDATED = 4, 64, 1e-4, 50, 20, 64
+TEXT = 1 << 16  # bytes
 STOCK, OTHER_ORDER = "litgpt", "litgpt, one row at a time"
 COLUMNS = {
     "run": "s",
@@ -105,19 +106,22 @@ def write_run(folder: Path, steps: int, validates: bool) -> Path:
     """Text, tokenizer and the configuration file that every run is given."""
     from axo.train.sample import write
 
-    write(folder, size=1 << 16)
+    write(folder, size=TEXT)
     run = {
         "model_name": "small", "model_config": MODEL, "precision": "32-true",
         "tokenizer_dir": str(folder / "tokenizer"),
         "data": {
             "class_path": "axo.integrations.litgpt.text_data.LocalText",
-            "init_args": {"paths": [str(folder / "text.txt")], "cache_dir": str(folder / "cache")},
+            "init_args": {
+                "paths": [str(folder / "text.txt")], "cache_dir": str(folder / "cache"),
+                "val_fraction": (VALIDATED + 0.5) * LENGTH / TEXT,  # so many samples: whole batches on any grid
+            },
         },
         "train": {
             "global_batch_size": BATCH, "micro_batch_size": 2, "max_tokens": steps * BATCH * LENGTH,
             "max_seq_length": LENGTH, "max_norm": 1.0, "lr_warmup_steps": 0, "min_lr": 1e-3, "save_interval": None,
         },
-        "eval": {"interval": steps // VALIDATIONS if validates else 10 * steps, "max_iters": 8 if validates else 1},
+        "eval": {"interval": max(1, steps // VALIDATIONS) if validates else 10 * steps, "max_iters": VALIDATED},
         "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}},
         "logger_name": "csv",
     }  # fmt: skip
