@@ -129,11 +129,13 @@ def torchs_suite(folder, part):
     from tests.comm import test_c10d_suite as suite
 
     os.environ |= {"SUITE_DIR": folder, "GLOO_SOCKET_IFNAME": "eth0"}
+    torch.manual_seed(0)  # what the suite draws when it is imported is alike on its own ranks, which are forked
     # The suite's barrier counts files named after processes, whose numbers the hosts must not share.
     host = int(os.environ["RANK"]) // int(os.environ["LOCAL_WORLD_SIZE"])
     Path("/proc/sys/kernel/ns_last_pid").write_text(str(5000 * (host + 1)))
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=os.environ["RANK"] == "0", wait_for_workers=False)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # tests that ask torch for a store there find this one
     names = suite.applicable(int(os.environ["WORLD_SIZE"]))[part :: suite.PARTS]
     results = suite.run_suite([name for name in names if "any_source" not in name])  # is for ranks of one host
     store.add("done", 1)
@@ -143,13 +145,13 @@ def torchs_suite(folder, part):
     return results
 
 
-def be_refused(secrets):
-    """When this rank came, when it had an error, and what that says."""
-    os.environ["AXO_SECRET"] = secrets[int(os.environ["RANK"])]
+def be_refused(environments):
+    """With variables by rank: when this rank came, when it had an error, and what that says."""
+    os.environ |= environments[int(os.environ["RANK"])]
     came, text = time.time(), ""
     try:
         axo.connect(f"{os.environ['WORLD_SIZE']}x1x1x1", timeout=60)
-    except axo.Error as error:
+    except (axo.Error, ValueError) as error:
         text, at = str(error), time.time()
         if os.environ["RANK"] == "0":
             time.sleep(3)  # the store is the error's frames'; a launcher's is there until all ranks have ended
