@@ -352,10 +352,10 @@ def launch_local(
 def own_folder(place: str | None = None) -> Iterator[str]:
     """A folder for one launch in ``place`` (None: that of temporary files), which holds a lock in it.
 
-    Those whose launchers were killed are removed first.
+    Those whose launchers were killed are removed first, there and in memory.
     """
-    place = place or tempfile.gettempdir()
-    _remove_left_over(place)
+    for each in (tempfile.gettempdir(), _SHM):
+        _remove_left_over(each)
     while True:
         with tempfile.TemporaryDirectory(prefix=_FOLDER, dir=place, ignore_cleanup_errors=True) as folder:
             path = Path(folder, _LOCK)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from axo import launch
 from axo.checkpoint.ranks import pending
 from axo.grid import Grid
 from axo.launch import RankFailed
@@ -125,6 +126,18 @@ def losses_of_own(config: Any) -> list[float]:
     batches: data.Batches = check(config)
     outcome = runner.train_rank(config, batches)
     return outcome.losses if outcome else []
+
+
+def be_killed_as_a_launcher(told: str) -> None:
+    with elastic.copies_of_a_run() as copies:
+        Path(told).write_text(copies.folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_launcher_left_in_memory_is_removed_by_the_next(tmp_path: Path) -> None:
+    rank_outcomes(be_killed_as_a_launcher, 1, str(tmp_path / "folder"))
+    with launch.own_folder():
+        assert not Path((tmp_path / "folder").read_text()).exists()
 
 
 @pytest.mark.soak
