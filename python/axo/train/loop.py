@@ -74,6 +74,9 @@ class Trainer:
         self.config, self.comms, self.batches = config, comms, batches
         self.model, modules = built or build_model(config, comms)
         self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement)
+        self._over_rows = [comms.axis(axis) for axis in comms.arrangement.rows if comms.grid.size(axis) > 1]
+        self._data_ranks = comms.data_ranks
+        self._peers = comms.grid.world_size // comms.data_ranks  # ranks with the same rows
         self.loss = axo.nn.CrossEntropyLoss(
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
@@ -103,7 +106,7 @@ class Trainer:
         comms.everyone.all_reduce(shared)
         total, stop, memory, *blocked = shared.tolist()
         comms.poll()  # the host has seen the end of the step: a NaN may be rows that a peer never sent
-        loss = total / (comms.grid.world_size // comms.data_ranks) / tokens  # of ranks with the same rows, each counts
+        loss = total / self._peers / tokens  # each of them has counted
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"train: the loss of step {index} is {loss} (learning rate {lr:g}, gradient norm {norm:g}); use a"
@@ -125,12 +128,11 @@ class Trainer:
             that count.
         """
         count = (targets != -100).sum().reshape(1)
-        for axis in self.comms.arrangement.rows:
-            if self.comms.grid.size(axis) > 1:
-                self.comms.axis(axis).all_reduce(count)
+        for line in self._over_rows:
+            line.all_reduce(count)
         tokens = int(count)
         self._total = torch.zeros((), dtype=torch.float64, device=targets.device)
-        self._weight = self.comms.data_ranks / tokens
+        self._weight = self._data_ranks / tokens
         pieces = self.config.accumulate
         for piece_in, piece_out in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
             if self._schedule is not None:

@@ -40,8 +40,7 @@ class Figures:
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of ``value`` (any shape) over the data ranks. Every rank must call it."""
-        total = data_ranks.reduce(value.to(self._comms.device, torch.float64), self._comms)
-        return (total / self._comms.data_ranks).to(value.dtype)
+        return data_ranks.reduce(value.to(self._comms.device, torch.float64), self._comms, "mean").to(value.dtype)
 
     def take(self, tokens: int | None = None, *, flops: float | None = None) -> dict[str, float]:
         """The figures. Every rank must call it.
