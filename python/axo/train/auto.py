@@ -49,8 +49,6 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
         raise ValueError(
             f"train: grid=auto plans {', '.join(_PLANNED)}, not precision={config.precision!r}; name a grid"
         )
-    if config.optimizer != "adamw":
-        raise ValueError(f"train: grid=auto plans AdamW; with optimizer={config.optimizer} name a grid")
     if config.offload not in ("none", "optimizer"):
         raise ValueError(
             f"train: grid=auto plans an offload of the optimizer alone; with offload={config.offload} name a grid"
@@ -76,6 +74,7 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
         recompute=recompute,
         offload=config.offload == "optimizer",
         sequence_parallel=config.sequence_parallel,
+        optimizer=config.optimizer,
         pipeline=(stages,) if stages else stage_counts(ranks),
         schedules=schedules_for(kept.get("schedule", ""), stages, kept.get("cuts", "")),
     )
