@@ -220,10 +220,12 @@ def compared(plans: Sequence[tuple[str, dict[str, Any]]]) -> list[Shown]:
 
 
 def commands(plan: GridPlan, top: int) -> list[str]:
-    """Return the command lines of each of the best ``top`` rows, numbered as in the table."""
+    """Return the command lines of each of the best ``top`` rows, numbered as in the table; why there is none, once."""
     every = ((number, one) for number, one in enumerate(plan.ranked[:top], 1))
-    lines = ((number, line(plan, one)) for number, one in every for line in (command_line, litgpt_line))
-    return [f"{number}: {line}" for number, line in lines if line]
+    lines = [(number, line(plan, one)) for number, one in every for line in (command_line, litgpt_line)]
+    reasons = {line: number for number, line in reversed(lines) if line.startswith("(")}
+    first = [(number, line) for number, line in lines if line and reasons.get(line, number) == number]
+    return [f"{number}: {line}" for number, line in first]
 
 
 def placeholders(plan: GridPlan, top: int) -> dict[str, str]:
