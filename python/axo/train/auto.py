@@ -45,6 +45,8 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
     """
     if config.algorithm != "axonn":
         raise ValueError(f"train: grid=auto chooses for axonn; with algorithm={config.algorithm} name a grid")
+    if config.context > 1:
+        raise ValueError(f"train: grid=auto does not plan context={config.context}; name a grid")
     if config.precision not in _PLANNED:
         raise ValueError(
             f"train: grid=auto plans {', '.join(_PLANNED)}, not precision={config.precision!r}; name a grid"

@@ -109,7 +109,8 @@ def train_rank(config: TrainConfig, batches: data.Batches | None = None) -> Outc
             problem = str(error)
     with ExitStack() as last:
         # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
-        with axo.connect(config.grid, device=config.device, timeout=config.timeout, pipeline=config.pipeline) as comms:
+        ways = {"pipeline": config.pipeline, "context": config.context}
+        with axo.connect(config.grid, device=config.device, timeout=config.timeout, **ways) as comms:
             agree(checkpoint_group(comms), problem)
             assert batches is not None
             again = {"resume": config.resume is not None, "overwrite": config.overwrite}
