@@ -177,6 +177,7 @@ def parallelize(
     if offload is not None:
         offload.attach(model, comms.device)
     watch_made_before()
+    serial.buffers = {name: buffer.shape for name, buffer in model.named_buffers()}
     kept: Any = model
     kept._axo_serial = serial
     return model

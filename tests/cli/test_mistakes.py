@@ -362,4 +362,4 @@ def test_a_terminal_without_unicode_shows_other_signs(text: str, tmp_path: Path)
     command = Command("axo.cli", *arguments, prepare=print_in_ascii)
     shown = command.communicate()
     assert command.returncode == 0 and shown.isascii(), shown
-    assert f"log {tmp_path}/log.jsonl - loss curve" in shown and "tokens/s - comm" in shown, shown
+    assert f"log {tmp_path}/log.jsonl - loss curve" in shown and "tokens/s - " in shown, shown

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from axo.grid import Grid
-from axo.perf import machine, memory, model, others, planner, readers, simulator
+from axo.perf import machine, memory, model, planner, readers, simulator
 from axo.perf.layer_time import Costs
 from axo.perf.run_options import OVERLAPS, RunOptions
 from axo.perf.workload import gpt
@@ -79,7 +79,7 @@ def test_bounds_leave_nothing_out_that_is_faster(model: str, gpus: int, sequence
                 for way in asked.ways(one.grid) for count in counts]  # fmt: skip
         fits = [other for other in each if not other.reason]
         assert (one == min(fits, key=lambda other: other.seconds)) if fits else one.reason, one
-    assert all(one.candidate.time is None or one.candidate.seconds >= made.best.seconds for one in others.others(made))
+    assert all(one.candidate.time is None or one.candidate.seconds >= made.best.seconds for one in planner.others(made))
     split = {one.run.sequence_parallel for one in made.ranked if one.grid.x > 1}
     offloaded = {one.run.offload for one in made.ranked}
     assert True in split and (gpus == 4 or False in split)
@@ -89,9 +89,9 @@ def test_bounds_leave_nothing_out_that_is_faster(model: str, gpus: int, sequence
 def test_the_best_of_each_other_choice() -> None:
     """Oracle: each kind alone on every grid."""
     made = planner.plan(request(search=True, pipeline=(1, 2), machine=machine.load("h100")))
-    found = {one.kind: one.candidate for one in others.others(made)}
+    found = {one.kind: one.candidate for one in planner.others(made)}
     assert {"with stages", "sequence parallelism"} <= set(found) or {"without stages"} <= set(found)
-    for kind, belongs in others.KINDS.items():
+    for kind, belongs in planner.KINDS.items():
         every = [planner.consider(made.request, grid, count, None, tried) for count in (1, 2)
                  for grid in Grid.all(64 // count) if (tried := [way for way in made.request.ways(grid)
                                                                  if belongs(count, way)])]  # fmt: skip

@@ -14,6 +14,15 @@ PRECISIONS = {  # bytes of RunOptions.itemsize, stream and weights
     "32-true": {"itemsize": 4, "stream": 4, "weights": 4},
 }
 
+# What may be decided about a step, and what a plan with each value is called beside one with another.
+CHOICES: dict[str, dict[object, str]] = {
+    "algorithm": {"axonn": "axonn", "tesseract": "tesseract"},
+    "recompute": {how: f"{how.replace('none', 'no')} recomputation" for how in RECOMPUTATION},
+    "zero": {0: "no ZeRO", 2: "ZeRO-2"},
+    "offload": {False: "optimizer on the GPU", True: "optimizer in the host's memory"},
+    "sequence_parallel": {False: "no sequence parallelism", True: "sequence parallelism"},
+}
+
 
 class RunOptions(NamedTuple):
     """How a step is run.

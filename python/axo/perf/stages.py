@@ -59,6 +59,11 @@ class Stages:
         blocks = self.bounds[-1]
         return all(self.bounds[i] == round(blocks * i / self.count) for i in range(self.count))
 
+    @property
+    def splits(self) -> bool:
+        """Whether backward comes in two phases."""
+        return schedules.schedule_kind(self.schedule).splits
+
     def of(self, rank: int) -> list[int]:
         """The stages of one rank."""
         return schedules.stages_of(rank, self.count, self.ranks, schedules.schedule_kind(self.schedule).order)

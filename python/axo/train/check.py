@@ -44,11 +44,7 @@ def check(config: TrainConfig, one_machine: bool = False) -> data.Batches:
     """
     settings.check()
     flight.folder()
-    model = check_step(config)
-    empty = models.build_empty(model)
-    plan.check(empty, config.grid, arrangement_of("train", config.algorithm), config.sequence_parallel)
-    if config.context > 1:
-        context.check(empty, config.context_kind, config.context, config.grid.x)
+    model, empty = check_grid(config)
     kind, index = check_device("train", config.device)
     if index is not None and config.ranks > 1:
         raise ValueError(
@@ -68,6 +64,20 @@ def check(config: TrainConfig, one_machine: bool = False) -> data.Batches:
             f" {vocabulary}"
         )
     return open_batches(config)
+
+
+def check_grid(config: TrainConfig) -> tuple[Config, nn.Module]:
+    """Check that a step can be done on the grid, and the model lie there. Returns its configuration, and it, empty.
+
+    Raises:
+        ValueError: As for :func:`check`.
+    """
+    model = check_step(config)
+    empty = models.build_empty(model)
+    plan.check(empty, config.grid, arrangement_of("train", config.algorithm), config.sequence_parallel)
+    if config.context > 1:
+        context.check(empty, config.context_kind, config.context, config.grid.x)
+    return model, empty
 
 
 def check_step(config: TrainConfig) -> Config:

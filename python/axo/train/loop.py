@@ -28,6 +28,7 @@ from torch import nn
 
 import axo
 from axo import pipeline
+from axo.comm.memory import most_held
 from axo.grid import AXES
 from axo.perf import cut
 from axo.placement import context_ranges
@@ -41,8 +42,8 @@ _AXES = (*AXES, "world")
 
 @dataclass(frozen=True)
 class Step:
-    """What one step gave. ``blocked`` is seconds a rank spent blocked in communication, by axis, mean over ranks;
-    ``stop`` is whether any rank was asked to end."""
+    """What one step gave. ``blocked`` is seconds a rank spent blocked in communication, by axis, and ``memory`` the
+    most bytes that it has held so far, means over ranks; ``stop`` is whether any rank was asked to end."""
 
     index: int
     loss: float
@@ -51,6 +52,7 @@ class Step:
     seconds: float
     tokens: int
     blocked: dict[str, float]
+    memory: float
     stop: bool = False
 
 
@@ -74,6 +76,9 @@ class Trainer:
         self.config, self.comms, self.batches = config, comms, batches
         self.model, modules = built or build_model(config, comms)
         self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement, config.context)
+        self._over_rows = [comms.axis(axis) for axis in comms.arrangement.rows if comms.grid.size(axis) > 1]
+        self._data_ranks = comms.data_ranks
+        self._peers = comms.grid.world_size // comms.data_ranks  # ranks with the same tokens
         self.loss = axo.nn.CrossEntropyLoss(
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
@@ -99,11 +104,12 @@ class Trainer:
         mine, tokens = self.accumulate(*(cut_sequence(part, comms) for part in (inputs, targets)))
         norm = float(self.update())
         blocked = [comms.blocked_seconds.get(axis, 0.0) - blocked_before.get(axis, 0.0) for axis in _AXES]
-        shared = torch.tensor([float(mine), self.asked_to_stop(), *blocked], dtype=torch.float64, device=comms.device)
+        of_rank = (float(mine), self.asked_to_stop(), most_held(comms.device), *blocked)
+        shared = torch.tensor(of_rank, dtype=torch.float64, device=comms.device)
         comms.everyone.all_reduce(shared)
-        total, stop, *blocked = shared.tolist()
+        total, stop, memory, *blocked = shared.tolist()
         comms.poll()  # the host has seen the end of the step: a NaN may be rows that a peer never sent
-        loss = total / (comms.grid.world_size // comms.data_ranks) / tokens  # of ranks with the same rows, each counts
+        loss = total / self._peers / tokens  # each of them has counted
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"train: the loss of step {index} is {loss} (learning rate {lr:g}, gradient norm {norm:g}); use a"
@@ -111,7 +117,7 @@ class Trainer:
             )
         means = {axis: seconds / comms.everyone.size for axis, seconds in zip(_AXES, blocked, strict=True)}
         seconds, tokens = time.perf_counter() - started, config.batch_size * config.seq_len
-        return Step(index, loss, lr, norm, seconds, tokens, means, stop > 0)
+        return Step(index, loss, lr, norm, seconds, tokens, means, memory / comms.everyone.size, stop > 0)
 
     def accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Add the gradient of the mean loss over all ranks' tokens to ``.grad``.
@@ -125,12 +131,11 @@ class Trainer:
             that count.
         """
         count = (targets != -100).sum().reshape(1)
-        for axis in self.comms.arrangement.rows:
-            if self.comms.grid.size(axis) > 1:
-                self.comms.axis(axis).all_reduce(count)
+        for line in self._over_rows:
+            line.all_reduce(count)
         tokens = int(count)
         self._total = torch.zeros((), dtype=torch.float64, device=targets.device)
-        self._weight = self.comms.data_ranks / tokens
+        self._weight = self._data_ranks / tokens
         pieces = self.config.accumulate
         for piece_in, piece_out in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
             if self._schedule is not None:

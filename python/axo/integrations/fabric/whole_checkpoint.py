@@ -78,6 +78,7 @@ def _whole(own: dict[Any, Any], keep: Keep | None, stages: StageRunner | None) -
                 whole = own[name].whole() if stages is None or stage == stages.comms.stage else None
                 whole = whole if stages is None else stages.bring(whole, stage, value)
                 value = None if keep is None or whole is None else keep(whole)
+                del whole  # before the next is gathered
             kept[name] = value
     return {} if keep is None else kept
 
