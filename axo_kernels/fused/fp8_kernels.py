@@ -1,7 +1,7 @@
 """The Triton kernel of a rounding to eight bits: one reading of bf16's two bytes, one writing of one.
 
-    scale[i] = max_j |x[i, j]| / top, and at least the smallest normal number;  1 where all are 0,
-               NaN where an x[i, j] is not finite;
+    scale[i] = max_j |x[i, j]| / top, at least the smallest normal number;  1 where all are 0,  NaN where one is not
+               finite;
     out[i, j] = round(x[i, j] / scale[i])
 
 ``j`` is the dim that a product sums over, along which ``out`` is contiguous, as tensor cores want both operands. The

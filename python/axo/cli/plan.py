@@ -54,6 +54,10 @@ class Asked:
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Split the residual stream's tokens over x.")
     ] = False
+    optimizer: Annotated[str, typer.Option(help="adamw, or muon (axo.optim.Muon).")] = "adamw"
+    chunked_loss: Annotated[
+        bool, typer.Option("--chunked-loss", help="No logits at a time but a chunk's (axo.nn.linear_cross_entropy).")
+    ] = False
     pipeline: Annotated[
         str, typer.Option(help="Stages, each a grid: 1, 4; plan tries 1,2,4, or auto: every power of two that divides.")
     ] = "1"
@@ -81,6 +85,7 @@ class Asked:
             workload, on.of_nodes(gpus) if gpus > 0 else on, gpus, tokens_of(self.batch_tokens, batch=True),
             overlap=frozenset(overlaps), gather=self.gather, zero=self.zero, micro_batches=self.micro_batches,
             recompute=recompute, offload=self.offload == "optimizer", sequence_parallel=self.sequence_parallel,
+            optimizer=self.optimizer, chunked_loss=self.chunked_loss,
             pipeline=_counts(self.pipeline, gpus), schedules=schedules, **more,
         )  # fmt: skip
 

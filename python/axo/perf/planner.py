@@ -275,31 +275,40 @@ def consider(
     sizes = reason or _sizes(request, asked.held_as(grid), stages)
     if isinstance(sizes, str):
         return replace(none, reason=sizes)
-    if stages > 1 and not (least := _state(request, grid, stages)).fits(request.machine):
-        return replace(none, memory=least, reason=_needs(request, least).replace("needs", "needs more than"))
+    if stages > 1 and not (state := _state(request, grid, stages)).fits(request.machine):
+        return replace(none, memory=state, reason=_needs(request, state).replace("needs", "needs more than"))
     shapes, misfits = _shapes(request, stages, sizes, costs)
     keeps = 0.0 if request.gather == "drop" or algorithm != "axonn" else 1.0
     if grid.z == 1 and (stages > 1 or request.gather == "auto"):
         keeps = 0.0
     on, best, nearest = _Trial(request, grid, costs), none, none
     shortest, floors = math.inf, dict[tuple[object, ...], float]()  # seconds of the best; of runs without recomputation
-    for way in request.ways(grid, algorithm) if tried is None else tried:
+    ways = request.ways(grid, algorithm) if tried is None else tried
+    smallest = {(way.recompute, way.sequence_parallel): way for way in ways}  # the last: its optimizer's state is
+    for way in ways:
         every = [
             (way._replace(micro_batches=pieces, rows=rows, cached_gathers=keeps), cut)
             for pieces, rows, cut in shapes
             if way.recompute == "none" or cut is None or not cut.splits
         ]
         for run, cut in every if stages > 1 else on.that_fit(every):
-            as_none = (run._replace(recompute="none"), cut)
-            # Recomputation is not faster than none, nor a step than its stages, nor less weights kept than all.
-            if best.time is not None and (
-                floors.get(as_none, 0.0) >= shortest or (cut is not None and on.least(run, cut) >= shortest)
-            ):
+            time, small = None, smallest[run.recompute, run.sequence_parallel]
+            if best.time is None and cut is not None and small is not way and on.misses(small, run, cut):
                 continue
-            time = None
             if best.time is not None:
+                # Recomputation is not faster than none, nor a step than its stages, nor less weights kept than all.
+                as_none = run._replace(recompute="none")
+                of_stages = (as_none._replace(zero=0, offload=False), cut, "alone")
+                if max(floors.get((as_none, cut), 0.0), floors.get(of_stages, 0.0)) >= shortest:
+                    continue
+                if cut is not None:
+                    least = on.least(run, cut)
+                    if run.recompute == "none":
+                        floors[of_stages] = least
+                    if least >= shortest:
+                        continue
                 time = on.time(run, cut)
-                floors.setdefault(as_none, time.total)
+                floors.setdefault((as_none, cut), time.total)
                 if time.total >= shortest:
                     continue
             fitted, held = on.fitted(run, cut)
@@ -322,6 +331,8 @@ class _Trial:
     def __init__(self, request: Request, grid: Grid, costs: Costs) -> None:
         self.request, self.grid, self.costs = request, grid, costs
         self.workload, self.machine = request.workload, request.machine
+        self.keeps = request.gather != "auto"  # weights that are gathered, whatever fits
+        self.missed: dict[tuple[RunOptions, Stages], bool] = {}
 
     def stages(self, run: RunOptions) -> StageTimes:
         return StageTimes(self.workload, self.grid, self.machine, run, self.costs)
@@ -341,16 +352,26 @@ class _Trial:
             return memory.of_model(self.costs, self.workload, self.grid, run)
         return self.stages(run).memory(cut)
 
+    def misses(self, way: RunOptions, run: RunOptions, cut: Stages) -> bool:
+        """Whether a way to run the same micro-batches needs too much."""
+        same = way._replace(
+            micro_batches=run.micro_batches, rows=run.rows, cached_gathers=run.cached_gathers * self.keeps
+        )
+        if (same, cut) not in self.missed:
+            self.missed[same, cut] = not self.memory(same, cut).fits(self.machine)
+        return self.missed[same, cut]
+
     def fitted(self, run: RunOptions, cut: Stages | None) -> tuple[RunOptions, Memory]:
         """The same with as many gathered weights kept as fit, where the request leaves that open; and its memory."""
-        full = self.memory(run, cut)
-        settled = self.request.gather != "auto" or not run.cached_gathers
-        if settled or (cut is not None and full.fits(self.machine)):
-            return run, full
+        if self.request.gather != "auto" or not run.cached_gathers:
+            return run, self.memory(run, cut)
         none = run._replace(cached_gathers=0.0)
         least = self.memory(none, cut)
         if not least.fits(self.machine):
             return none, least
+        full = self.memory(run, cut)
+        if cut is not None and full.fits(self.machine):
+            return run, full
         some = run._replace(cached_gathers=share_that_fits(self.machine, full, least))
         return some, self.memory(some, cut)
 
@@ -379,7 +400,8 @@ def _needs(request: Request, held: Memory) -> str:
 def _state(request: Request, grid: Grid, ranks: int) -> Memory:
     """The least that a rank holds in so many stages: its share of weights and of the optimizer's state."""
     each = request.run_options().weights * request.workload.parameters / (grid.x * grid.y * grid.z * ranks)
-    moments = 0.0 if request.search or request.offload else 2 * each / (grid.data if request.zero else 1)
+    least = 0 if request.search or request.offload else 1 if request.optimizer == "muon" else 2  # moments
+    moments = least * each / (grid.data if request.zero else 1)
     return Memory(each, 0.0, moments, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 

@@ -15,7 +15,7 @@ from axo.grid import Grid
 from axo.perf import pipeline_schedule as schedules
 from axo.perf.layer_time import Costs
 from axo.perf.machine import Machine
-from axo.perf.run_options import OVERLAPS, PRECISIONS, RECOMPUTATION, RunOptions
+from axo.perf.run_options import OPTIMIZERS, OVERLAPS, PRECISIONS, RECOMPUTATION, RunOptions
 from axo.perf.workload import Workload
 
 ALGORITHMS = ("axonn", "tesseract")
@@ -24,9 +24,18 @@ _WORDS = {
     "gather": (("auto", "keep", "drop"), "known"),
     "precision": (("bf16-mixed", "bf16-true"), "planned"),
     "recompute": (RECOMPUTATION, "known"),
+    "optimizer": (OPTIMIZERS, "planned"),
 }
-_SWITCHES = ("search", "offload", "sequence_parallel")
-_OF_RUN = ("overlap", "zero", "recompute", "offload", "sequence_parallel")  # fields that are those of RunOptions
+_SWITCHES = ("search", "offload", "sequence_parallel", "chunked_loss")
+_OF_RUN = (
+    "overlap",
+    "zero",
+    "recompute",
+    "offload",
+    "sequence_parallel",
+    "optimizer",
+    "chunked_loss",
+)  # fields that are those of RunOptions
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Request:
             searched.
         pipeline: Numbers of stages (ranks of a pipeline) that are tried; (1,): none.
         schedules: Of stages.
-        overlap, zero, recompute, offload, sequence_parallel: See ``RunOptions``.
+        overlap, zero, recompute, offload, sequence_parallel, optimizer, chunked_loss: See ``RunOptions``.
     """
 
     workload: Workload
@@ -68,6 +77,8 @@ class Request:
     schedules: tuple[str, ...] = ("1f1b",)
     offload: bool = False
     sequence_parallel: bool = False
+    optimizer: str = "adamw"
+    chunked_loss: bool = False
 
     def __post_init__(self) -> None:
         for wrong in self._mistakes():
@@ -98,6 +109,8 @@ class Request:
         for name, (known, verb) in _WORDS.items():
             if getattr(self, name) not in known:
                 yield f"{name}={getattr(self, name)!r} is not {verb}; use one of {', '.join(known)}"
+        if self.optimizer == "muon" and (self.offload or "tesseract" in self.algorithms):
+            yield f"the planner knows no Muon with {'offload' if self.offload else 'Tesseract'}; leave one of them out"
         if self.zero not in (0, 1, 2):
             yield f"zero={self.zero!r} is not a stage; use 0, 1 or 2 (stage 3 is the axis z)"
         if not self.algorithms or set(self.algorithms) - set(ALGORITHMS):
@@ -145,7 +158,7 @@ class Request:
             return [self.run_options()]
         splits = self.workload.splits_tokens and grid.x > 1 and self.workload.seq_length % grid.x == 0
         every = itertools.product(
-            (True,) if self.offload else (False, True),
+            (True,) if self.offload else (False, True) if self.optimizer == "adamw" else (False,),
             (True,) if self.sequence_parallel else (False, True) if splits else (False,),
             RECOMPUTATION,
             (0,) if grid.data == 1 else (0, 2),

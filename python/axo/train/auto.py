@@ -52,8 +52,8 @@ def chosen(
     """
     for right, planned in (
         (config.algorithm == "axonn", f"axonn; with algorithm={config.algorithm}"),
+        (config.context == 1, f"whole sequences; with context={config.context}"),
         (config.precision in _PLANNED, f"{', '.join(_PLANNED)}, not precision={config.precision!r};"),
-        (config.optimizer == "adamw", f"AdamW; with optimizer={config.optimizer}"),
         (
             config.offload in ("none", "optimizer"),
             f"an offload of the optimizer alone; with offload={config.offload}",
@@ -86,6 +86,7 @@ def chosen(
         recompute="none" if not config.recompute else "selective" if config.recompute_keeps == "products" else "full",
         offload=config.offload == "optimizer",
         sequence_parallel=config.sequence_parallel,
+        optimizer=config.optimizer,
         pipeline=(wanted,) if wanted else stage_counts(ranks) if stages else (1,),
         schedules=schedules_for(kept.get("schedule", ""), wanted, kept.get("cuts", "")),
     )

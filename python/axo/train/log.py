@@ -6,6 +6,7 @@ header: the options, versions, grid, device, transport, sizes of model and text,
 step:   step, loss, lr, grad_norm, seconds, tokens_per_s, memory_gb (1e9 bytes; the most that a rank has held so far,
         mean over ranks), comm_share (time blocked / time, mean over ranks, by axis and in all), model_flops,
         hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown).
+recovered: after a rank's death (``--elastic``): start, noticed (monotonic clock), seconds of each part since then.
 summary: steps, seconds, tail_loss.
 Units: seconds, tokens a second, flops of the whole step on all ranks. Model flops are those of
 ``axo.perf.flops.narayanan`` without recomputation, hardware flops with it where the run recomputes.
@@ -127,7 +128,7 @@ def _open(path: Path, *, anew: bool) -> TextIO:
 
 
 def _lines_before(path: Path, start: int) -> list[str]:
-    """The lines of an older log that stay when a run goes on from ``start``: headers, and the steps before."""
+    """The lines of an older log that stay when a run goes on from ``start``: all but of steps from there on."""
     kept = []
     data = files.read_bytes(path, _MOST) if start and path.is_file() else b""
     for line in data.decode("utf-8", "replace").splitlines(keepends=True):
@@ -136,7 +137,7 @@ def _lines_before(path: Path, start: int) -> list[str]:
         except ValueError:  # the run was killed while it wrote
             continue
         kind, step = (entry.get("kind"), entry.get("step")) if isinstance(entry, dict) else (None, None)
-        if kind == "header" or (kind == "step" and isinstance(step, int | float) and step < start):
+        if kind in ("header", "recovered") or (kind == "step" and isinstance(step, int | float) and step < start):
             kept.append(line)
     return kept
 

@@ -230,7 +230,7 @@ def test_a_gather_in_chunks(rank, as_the_gpu, monkeypatch):
 
 
 def check_kernel(dtype):
-    """The bits of the kernel are those of torch's passes: strided, of odd sizes, with zeros, small or not finite."""
+    """The bits of the kernel are those of torch's passes: strides, odd sizes, zeros, small numbers, NaN and inf."""
     from axo_kernels.device import runs_triton
     from axo_kernels.fused import fp8 as here
 
