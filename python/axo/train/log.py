@@ -5,7 +5,7 @@ The log is JSON lines: one header, one line a step, one summary. Each line is fl
 header: the options, versions, grid, device, transport, sizes of model and text, and the peak that MFU divides by.
 step:   step, loss, lr, grad_norm, seconds, tokens_per_s, comm_share (time blocked / time, mean over ranks, by axis and
         in all), model_flops, hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown).
-summary: steps, seconds, tail_loss.
+summary: steps, seconds, tail_loss, fused (how each product with its collective ran that could run as one, or why not).
 Units: seconds, tokens a second, flops of the whole step on all ranks. Model flops are those of
 ``axo.perf.flops.narayanan`` without recomputation, hardware flops with it where the run recomputes.
 """
