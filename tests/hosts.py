@@ -30,7 +30,7 @@ _KEEPER = "mount -t tmpfs tmpfs /dev/shm && ip link set lo up && exec sleep infi
 
 def available() -> str:
     """Why no hosts can be made here; "" where they can."""
-    for tool in ("ip", "tc", "unshare", "nsenter"):
+    for tool in ("ip", "tc", "ss", "unshare", "nsenter"):
         if shutil.which(tool) is None:
             return f"{tool} is not installed"
     done = subprocess.run(
@@ -166,8 +166,13 @@ class Hosts(list[Host]):
         self._namespaces.append(namespace)
         return namespace
 
-    def start(self, command: list[str], ranks_per_host: int, **environment: str) -> list[subprocess.Popen[str]]:
-        """Start ranks of ``command`` on every host, as torchrun would: RANK, WORLD_SIZE, MASTER_ADDR and so on."""
+    def start(
+        self, command: list[str], ranks_per_host: int, outputs: str = "rank", **environment: str
+    ) -> list[subprocess.Popen[str]]:
+        """Start ranks of ``command`` on every host, as torchrun would: RANK, WORLD_SIZE, MASTER_ADDR and so on.
+
+        ``outputs``: how the files begin in which they print; another name for ranks that run beside others.
+        """
         size = len(self) * ranks_per_host
         started = []
         for rank in range(size):
@@ -182,7 +187,7 @@ class Hosts(list[Host]):
                 "PYTHONPATH": str(Path(__file__).parent.parent),
                 **environment,
             }
-            output = (self._folder / f"rank{rank}.txt").open("w+")
+            output = (self._folder / f"{outputs}{rank}.txt").open("w+")
             started.append(
                 subprocess.Popen(
                     host.command(*command), env=os.environ | own, stdout=output, stderr=subprocess.STDOUT, text=True
@@ -191,9 +196,9 @@ class Hosts(list[Host]):
         self._running += started
         return started
 
-    def output(self, rank: int) -> str:
+    def output(self, rank: int, outputs: str = "rank") -> str:
         """What a rank has printed so far."""
-        return (self._folder / f"rank{rank}.txt").read_text()
+        return (self._folder / f"{outputs}{rank}.txt").read_text()
 
     def wait_for(self, text: str, ranks: list[int], seconds: float) -> None:
         """Wait until each of the ranks has printed a text."""

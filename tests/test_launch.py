@@ -488,7 +488,7 @@ def test_what_the_launcher_has_left_does_not_end_in_a_rank(tmp_path: Path) -> No
 
 def be_killed_as_a_launcher(folder: str) -> None:
     tempfile.tempdir = folder
-    with launch._own_folder() as own:
+    with launch.own_folder() as own:
         Path(own, "report").write_text("x")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -506,9 +506,9 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path, monk
     kept = {"axo-ranks-link", "axo-ranks-unlocked", "axo-ranks-odd"}
     with monkeypatch.context() as another:
         another.setattr(os, "getuid", lambda: 12345)
-        launch._remove_left_over()
+        launch._remove_left_over(tempfile.gettempdir())
     assert {path.name for path in tmp_path.iterdir()} == kept | {left.name}
-    with launch._own_folder() as first, launch._own_folder() as second:
+    with launch.own_folder() as first, launch.own_folder() as second:
         assert {path.name for path in tmp_path.iterdir()} == kept | {Path(first).name, Path(second).name}
     assert {path.name for path in tmp_path.iterdir()} == kept
 

@@ -211,14 +211,16 @@ def refusals() -> None:
 
 
 def mixed() -> None:
-    """Two dtypes in a bucket; an optimizer that is not given; an update that is wrong on shards; a buffer of a rank."""
+    """Two dtypes in a bucket; an optimizer that is not given; an update that is wrong on shards; buffers of a rank."""
     comms = axo.connect("1x1x1x4")
     torch.manual_seed(0)
     odd, wide = nn.Linear(3, 3, dtype=torch.bfloat16), nn.Linear(5, 7)
     model: Any = nn.ModuleDict({"odd": odd, "wide": wide})
     model.register_buffer("own", torch.tensor(float(comms.rank)))
+    model.register_buffer("grown", torch.zeros(2))
     axo.parallelize(model, comms, plan="auto")
     model.own.fill_(comms.rank)
+    model.grown = torch.arange(5.0)
     values = [axo.unshard(parameter, placement_of(parameter)) for parameter in model.parameters()]
     optimizer = torch.optim.Muon([model.odd.weight, model.wide.weight])
     other = torch.optim.SGD([model.odd.bias, model.wide.bias])
@@ -227,7 +229,7 @@ def mixed() -> None:
     other.step()
     moved = [axo.unshard(parameter, placement_of(parameter)) for parameter in model.parameters()]
     axo.regrid(model, optimizer, "2x1x2x1")
-    assert model.own == comms.rank
+    assert model.own == comms.rank and torch.equal(model.grown, torch.arange(5.0))
     for parameter, before in zip(model.parameters(), moved, strict=True):
         assert torch.equal(axo.unshard(parameter, placement_of(parameter)), before)
     assert not torch.equal(values[1], moved[1])

@@ -95,7 +95,7 @@ ClusterName=axo
 SlurmctldHost={host}(127.0.0.1)
 AuthType=auth/munge
 CryptoType=crypto/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 SlurmctldPidFile={folder}/controller.pid
@@ -115,7 +115,7 @@ JobAcctGatherType=jobacct_gather/none
 NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-PROGRAMS = ("srun", "sbatch", "slurmctld", "slurmd", "munged", "mungekey")
+PROGRAMS = ("srun", "sbatch", "scancel", "scontrol", "slurmctld", "slurmd", "munged", "mungekey")
 NEEDS_SLURM = pytest.mark.skipif(
     os.geteuid() != 0 or any(shutil.which(name) is None for name in PROGRAMS),
     reason="needs root's rights and Debian's packages slurm-wlm and munge",
@@ -168,3 +168,41 @@ def test_srun_starts_one_rank_a_task(cluster, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("parity: ") == 1 and ": ok" in done.stdout
+
+
+BATCH = """#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --requeue
+trap 'again=1; kill -USR1 $!' USR1
+srun {axo} train --grid 2x1x2x1 --steps {steps} --precision 32-true --save-every {steps} --resume auto --out {out} \
+  --compare-serial &
+wait $!; wait $!
+[ -z "$again" ] || scontrol requeue $SLURM_JOB_ID
+"""
+
+
+@NEEDS_SLURM
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_job_whose_time_is_over_is_requeued_and_goes_on(cluster, tmp_path):
+    """SLURM's notice before the limit is sent by hand; limits are whole minutes."""
+    steps, out, told = 40, tmp_path / "run", tmp_path / "job.out"
+    (tmp_path / "job.sh").write_text(BATCH.format(axo=Path(sys.executable).with_name("axo"), steps=steps, out=out))
+    submitted = subprocess.run(
+        ["sbatch", "--parsable", "--open-mode=append", f"--output={told}", "job.sh"], cwd=tmp_path, check=True,
+        env=cluster | {"MASTER_ADDR": "127.0.0.1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    job = submitted.stdout.strip()
+    await_text(told, f" 4/{steps}: ")
+    subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=cluster, check=True)
+    await_text(told, "parity: ")
+    text = told.read_text()
+    assert text.count("stopped by SIGUSR1 after") == 1 and text.count(", after step ") == 1, text
+    assert ": ok" in text.partition("parity: ")[2], text
+
+
+def await_text(path, text, seconds=300):
+    """Wait until a file has it."""
+    end = time.monotonic() + seconds
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < end, path.read_text() if path.exists() else f"no {path}"
+        time.sleep(0.1)

@@ -63,9 +63,13 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, scaling: str, over: int = -1) -
     wide = x.float()
     largest = wide.abs().amax() if scaling == "tensor" else wide.abs().amax(over, keepdim=True)
     top = torch.finfo(dtype).max
-    # Not below the normal numbers: 1e-41 / top would be 0. What is NaN or inf stays, and makes the result NaN.
-    scale = torch.where(largest == 0, 1.0, (largest / top).clamp_min(torch.finfo(torch.float32).tiny))
+    scale = _scale_of(largest, top)
     return Rounded((wide / scale).clamp(-top, top).to(dtype), scale)
+
+
+def _scale_of(largest: torch.Tensor, top: float) -> torch.Tensor:
+    """Not below the normal numbers: 1e-41 / top would be 0. What is NaN or inf stays, and makes the result NaN."""
+    return torch.where(largest == 0, 1.0, (largest / top).clamp_min(torch.finfo(torch.float32).tiny))
 
 
 def _rounded_by_kernel(x: torch.Tensor, dtype: torch.dtype, scaling: str, over: int) -> Rounded:
@@ -79,7 +83,7 @@ def _rounded_by_kernel(x: torch.Tensor, dtype: torch.dtype, scaling: str, over: 
     bits, lowest = (3, -6) if dtype == torch.float8_e4m3fn else (2, -14)
     if scaling == "tensor":
         largest = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
-        scale = torch.where(largest == 0, 1.0, largest / top)
+        scale = _scale_of(largest, top)
         scale = torch.where(scale.isfinite(), scale, torch.nan)
     else:
         scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)

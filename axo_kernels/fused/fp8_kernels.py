@@ -1,6 +1,7 @@
 """The Triton kernel of a rounding to eight bits: one reading of bf16's two bytes, one writing of one.
 
-    scale[i] = max_j |x[i, j]| / top,  1 where that is 0,  NaN where an x[i, j] is not finite;
+    scale[i] = max_j |x[i, j]| / top, at least the smallest normal number;  1 where all are 0,  NaN where one is not
+               finite;
     out[i, j] = round(x[i, j] / scale[i])
 
 ``j`` is the dim that a product sums over, along which ``out`` is contiguous, as tensor cores want both operands. The
@@ -38,7 +39,8 @@ def round_kernel(
             value = tl.load(source + offsets, mask=inside & (j[None, :] < columns), other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
             bad = tl.maximum(bad, tl.max((tl.abs(value) < float("inf")).to(tl.int32) ^ 1, 1))
-        share = tl.where(largest == 0, 1.0, tl.div_rn(largest, tl.zeros_like(largest) + top))
+        share = tl.maximum(tl.div_rn(largest, tl.zeros_like(largest) + top), 1.1754943508222875e-38)
+        share = tl.where(largest == 0, 1.0, share)
         share = tl.where(bad != 0, float("nan"), share)
         tl.store(scale + row, share, mask=row < rows)
     for first in range(0, columns, BLOCK_COLUMNS):

@@ -183,15 +183,17 @@ class Config:
         wide_epilogue: bool = False,
     ) -> bool:
         """Say whether the kernel can run with this configuration on this device."""
+        sizes = (self.block_m, self.block_n, self.block_k, self.warps)
+        if not all(isinstance(size, int) and size > 0 and size & (size - 1) == 0 for size in sizes):
+            return False
         itemsize = dtype.itemsize
         halves = 2 if self.groups == "shared" else 1
         accumulators = self.block_m * self.block_n // (self.warps * target.warp_size * halves)
         out_itemsize = out_dtype.itemsize if out_dtype else None
         return (
-            all(size > 0 and size & (size - 1) == 0 for size in (self.block_m, self.block_n, self.block_k, self.warps))
-            and min(self.block_m, self.block_n) >= 16
+            min(self.block_m, self.block_n) >= 16
             and self.block_k * itemsize >= 32
-            and self.stages >= 1
+            and min(self.stages, self.group_m) >= 1
             and self.parts in (1, 2)
             and (not self.descriptors or target.descriptors or target.arch == "cpu")
             and (not self.descriptors or max(self.block_m, self.block_n, self.block_k) <= 256)

@@ -1,4 +1,4 @@
-"""A reproduction as tables, JSON, CSV, plots and one HTML page."""
+"""A reproduction as tables, JSON, CSV and plots."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 from axo.perf import output, plots
 
-from .lines import Group, Summary, summaries
-from .reproduce import CANNOT, CONTRADICTIONS
+from .lines import Group, Summary
 
 
 def group_table(group: Group) -> output.Table:
@@ -51,19 +50,6 @@ def groups_csv(groups: Sequence[Group]) -> str:
     """Return reproduction groups as CSV."""
     rows = [{"group": group.title} | line for group in groups for line in group_json(group)["lines"]]
     return output.as_csv(rows, ["group", "what", "paper", "predicted", "unit", "error", "standing", "note"])
-
-
-def reproduction_page(groups: Sequence[Group], notes: Sequence[str], drawn: dict[str, bytes]) -> str:
-    """Return the reproduction as a page; ``drawn`` has a picture for each title of a group."""
-    sections = [("How it was calibrated", [output.bullets(notes)])]
-    for group in groups:
-        pictures = [output.image(drawn[group.title], group.title)] if group.title in drawn else []
-        sections.append((group.title, [*pictures, output.html_table(group_table(group)), output.paragraph(group.note)]))
-    sections.append(("All groups", [output.html_table(summary_table(summaries(list(groups))))]))
-    sections.append(("All rows", [output.html_table(rows_table(groups))]))
-    sections.append(("What cannot be predicted", [output.bullets(CANNOT)]))
-    sections.append(("Where the papers contradict", [output.bullets(CONTRADICTIONS)]))
-    return output.page("The papers' numbers beside the model's", sections)
 
 
 def group_plot(group: Group) -> bytes:

@@ -126,9 +126,56 @@ bool same_token(const char* a, const char* b) {
   return difference == 0;
 }
 
-bool hung_up(int fd) {
-  pollfd p{fd, 0, 0};
-  return fd >= 0 && ::poll(&p, 1, 0) > 0 && (p.revents & (POLLHUP | POLLERR)) != 0;
+void send_failure(int socket, const Failure& failure) {
+  Reply reply{};
+  reply.magic = kHelloMagic;
+  reply.failure = failure.kind;
+  reply.peer = failure.peer;
+  set_text(reply.text, sizeof(reply.text), failure.text);
+  send_message(socket, &reply, sizeof(reply), {});
+}
+
+Failure failure_in(const Reply& reply) {  // its peer may be a rank of more than those that meet
+  return {reply.failure, reply.peer, std::string(reply.text, ::strnlen(reply.text, sizeof(reply.text)))};
+}
+
+const Failure kLeaderLost{FailureKind::peer_lost, 0, "rank 0 died"};
+
+[[noreturn]] void refuse(const std::string& text) { throw Failure{FailureKind::aborted, -1, text}; }
+
+// What the leader sends over `socket`. Throws Failure.
+Joined receive_segment(int socket, const Meeting& meeting, bool pages, const Watch& watch) {
+  const int size = meeting.size;
+  const std::size_t expected = 1 + (pages ? 2 * static_cast<std::size_t>(size) : 0);
+  std::vector<Fd> fds;
+  while (fds.size() < expected) {
+    Reply reply{};
+    const Read read = read_message(socket, &reply, sizeof(reply), &fds);
+    if (read == Read::closed) throw kLeaderLost;
+    if (read == Read::cut) {
+      throw ResourceError(meeting.what + ": this process may not open the " + std::to_string(expected) +
+                          " files that its peers share (ulimit -n)");
+    }
+    if (read == Read::message) {
+      if (reply.magic != kHelloMagic) refuse(meeting.what + ": rank 0 runs another version of Axo");
+      if (reply.failure != FailureKind::none) throw failure_in(reply);
+      continue;
+    }
+    watch();
+    if (meeting.late()) throw Failure{FailureKind::timeout, -1, "timed out; rank 0 has not answered"};
+    pollfd polls{socket, POLLIN, 0};
+    ::poll(&polls, 1, kPollMs);
+  }
+  if (fds.size() != expected) {
+    refuse(meeting.what + ": rank 0 sent " + std::to_string(fds.size()) + " descriptors, expected " +
+           std::to_string(expected));
+  }
+  Joined joined;
+  joined.segment = std::move(fds[0]);
+  for (std::size_t i = 1; i < fds.size(); ++i) {
+    (i <= static_cast<std::size_t>(size) ? joined.pages : joined.heaps).push_back(std::move(fds[i]));
+  }
+  return joined;
 }
 
 }  // namespace
@@ -229,6 +276,32 @@ void Leader::read_hello(Member& member, int size, bool pages) {
   }
 }
 
+std::string Leader::missing(int size) const {
+  std::string text;
+  for (int p = 1; p < size; ++p) {
+    const bool here = std::any_of(members_.begin(), members_.end(), [&](const Member& m) { return m.rank == p; });
+    if (!here) text += (text.empty() ? "; not arrived: " : ", ") + std::to_string(p);
+  }
+  return text;
+}
+
+void Leader::look_at(Member& member, int size, const Watch& watch) const {
+  const std::string who = "rank " + std::to_string(member.rank) + " (process " + std::to_string(member.pid) + ")";
+  Reply reply{};
+  std::vector<Fd> fds;
+  const Read read = read_message(member.socket.get(), &reply, sizeof(reply), &fds);
+  if (read == Read::message) {
+    const Failure failure = failure_in(reply);
+    if (failure.kind == FailureKind::peer_lost) throw failure;  // another one
+    const std::string text = who + " gave up: " + failure.text;
+    if (failure.kind == FailureKind::timeout) throw Failure{FailureKind::timeout, -1, text + missing(size)};
+    throw Failure{FailureKind::peer_lost, member.rank, text};
+  }
+  if (read == Read::nothing && !(member.process && member.process->dead())) return;
+  watch();  // it may have given up because of another, which this names
+  throw Failure{FailureKind::peer_lost, member.rank, who + " died"};
+}
+
 void Leader::serve(const Meeting& meeting, int segment, bool pages, const Watch& watch,
                    std::vector<std::shared_ptr<Process>>* processes) {
   const int size = meeting.size;
@@ -239,24 +312,13 @@ void Leader::serve(const Meeting& meeting, int segment, bool pages, const Watch&
       if (member.rank < 0) read_hello(member, size, pages);
       if (member.rank < 0) continue;
       ++ready;
-      if (hung_up(member.socket.get()) || (member.process && member.process->dead())) {
-        watch();  // it may have given up because of another, which this names
-        throw Failure{FailureKind::peer_lost, member.rank,
-                      "rank " + std::to_string(member.rank) + " (process " + std::to_string(member.pid) + ") died"};
-      }
+      look_at(member, size, watch);
     }
     members_.erase(std::remove_if(members_.begin(), members_.end(), [](const Member& m) { return !m.socket; }),
                    members_.end());
     if (ready == size - 1) break;
     watch();
-    if (meeting.late()) {
-      std::string missing;
-      for (int p = 1; p < size; ++p) {
-        const bool here = std::any_of(members_.begin(), members_.end(), [&](const Member& m) { return m.rank == p; });
-        if (!here) missing += (missing.empty() ? "" : ", ") + std::to_string(p);
-      }
-      throw Failure{FailureKind::timeout, -1, "rank 0 timed out; not arrived: " + missing};
-    }
+    if (meeting.late()) throw Failure{FailureKind::timeout, -1, "rank 0 timed out" + missing(size)};
     std::vector<pollfd> polls{{listener_.get(), POLLIN, 0}};
     for (const auto& m : members_) polls.push_back({m.socket.get(), POLLIN, 0});
     ::poll(polls.data(), polls.size(), kPollMs);
@@ -291,26 +353,18 @@ void Leader::serve(const Meeting& meeting, int segment, bool pages, const Watch&
 
 void Leader::refuse(const Failure& refusal) {
   accept_some();
-  Reply reply{};
-  reply.magic = kHelloMagic;
-  reply.failure = refusal.kind;
-  reply.peer = refusal.peer;
-  set_text(reply.text, sizeof(reply.text), refusal.text);
   for (const auto& m : members_) {
-    if (m.socket) send_message(m.socket.get(), &reply, sizeof(reply), {});
+    if (m.socket) send_failure(m.socket.get(), refusal);
   }
 }
 
 Joined join(const Address& address, const Meeting& meeting, bool pages, const Watch& watch) {
-  const Failure lost{FailureKind::peer_lost, 0, "rank 0 died"};
-  const auto refuse = [](const std::string& text) { throw Failure{FailureKind::aborted, -1, text}; };
-  const int size = meeting.size;
   Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) fail("socket");
   socklen_t length = 0;
   const sockaddr_un to = socket_address(address.socket, &length);
   while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&to), length) != 0) {
-    if (errno != EAGAIN && errno != EINTR) throw lost;
+    if (errno != EAGAIN && errno != EINTR) throw kLeaderLost;
     watch();
     if (meeting.late()) throw Failure{FailureKind::timeout, -1, "timed out; rank 0 does not accept"};
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -321,43 +375,21 @@ Joined join(const Address& address, const Meeting& meeting, bool pages, const Wa
   Hello hello{};
   hello.magic = kHelloMagic;
   hello.rank = meeting.rank;
-  hello.size = size;
+  hello.size = meeting.size;
   std::memcpy(hello.token, address.token, sizeof(hello.token));
   std::vector<int> page;
   if (pages) page = {ProgressEngine::get().page_fd(), ProgressEngine::get().heap().fd()};
-  if (!send_message(socket.get(), &hello, sizeof(hello), page)) throw lost;
+  if (!send_message(socket.get(), &hello, sizeof(hello), page)) throw kLeaderLost;
 
-  const std::size_t expected = 1 + (pages ? 2 * static_cast<std::size_t>(size) : 0);
-  std::vector<Fd> fds;
-  while (fds.size() < expected) {
-    Reply reply{};
-    const Read read = read_message(socket.get(), &reply, sizeof(reply), &fds);
-    if (read == Read::closed) throw lost;
-    if (read == Read::cut) {
-      throw ResourceError(meeting.what + ": this process may not open the " + std::to_string(expected) +
-                          " files that its peers share (ulimit -n)");
-    }
-    if (read == Read::message) {
-      reply.text[sizeof(reply.text) - 1] = '\0';
-      if (reply.magic != kHelloMagic) refuse(meeting.what + ": rank 0 runs another version of Axo");
-      if (reply.failure != FailureKind::none) throw Failure{reply.failure, reply.peer, reply.text};
-      continue;
-    }
-    watch();
-    if (meeting.late()) throw Failure{FailureKind::timeout, -1, "timed out; rank 0 has not answered"};
-    pollfd polls{socket.get(), POLLIN, 0};
-    ::poll(&polls, 1, kPollMs);
+  try {
+    return receive_segment(socket.get(), meeting, pages, watch);
+  } catch (const Failure& failure) {
+    send_failure(socket.get(), failure);  // a leader that heard nothing would take this rank for dead
+    throw;
+  } catch (...) {
+    send_failure(socket.get(), failure_of(std::current_exception()));
+    throw;
   }
-  if (fds.size() != expected) {
-    refuse(meeting.what + ": rank 0 sent " + std::to_string(fds.size()) + " descriptors, expected " +
-           std::to_string(expected));
-  }
-  Joined joined;
-  joined.segment = std::move(fds[0]);
-  for (std::size_t i = 1; i < fds.size(); ++i) {
-    (i <= static_cast<std::size_t>(size) ? joined.pages : joined.heaps).push_back(std::move(fds[i]));
-  }
-  return joined;
 }
 
 }  // namespace axo::host

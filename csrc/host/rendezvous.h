@@ -5,10 +5,10 @@
 // name over a trusted way (the store, or the parent communicator). Whatever else connects is turned away. Sockets are
 // closed when the rendezvous ends.
 //
-// The leader notices a rank that dies meanwhile, and tells the others. It looks at the rank's life word once the rank's
-// page is there, which shows the death before the kernel has freed the dead process's memory; a socket shows it only
-// afterwards. Before that the caller's watch looks (axo.comm.rendezvous, at what /proc says of the thread that came to
-// meet).
+// The leader notices a rank that dies meanwhile, and tells the others; a rank that gives up tells the leader why. The
+// leader looks at a rank's life word once its page is there, which shows the death before the kernel has freed the dead
+// process's memory; a socket shows it only afterwards. Before that the caller's watch looks (axo.comm.rendezvous, at
+// what /proc says of the thread that came to meet).
 #pragma once
 
 #include <functional>
@@ -67,6 +67,9 @@ class Leader {
   };
   void accept_some();
   void read_hello(Member& member, int size, bool pages);
+  // Throws Failure where a member that has come is gone, or has told why it goes.
+  void look_at(Member& member, int size, const Watch& watch) const;
+  std::string missing(int size) const;  // "; not arrived: 1, 3"
 
   Address address_{};
   Fd listener_;

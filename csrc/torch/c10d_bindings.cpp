@@ -22,7 +22,7 @@ PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)  // as torch/csrc/u
 namespace axo {
 namespace {
 
-// `lost` gives None, or the rank that will not come and what is said of it.
+// `lost` gives None, or the rank that will not come (-1: one whose time is over) and what is said of it.
 host::Watch watch_of(const py::object& lost) {
   if (lost.is_none()) return {};
   return [kept = by_program(held(lost))] {
@@ -30,7 +30,7 @@ host::Watch watch_of(const py::object& lost) {
     const py::object told = py::reinterpret_borrow<py::object>(kept->get())();
     if (told.is_none()) return;
     const auto [rank, text] = told.cast<std::pair<int, std::string>>();
-    throw Failure{FailureKind::peer_lost, rank, text};
+    throw Failure{rank < 0 ? FailureKind::timeout : FailureKind::peer_lost, rank, text};
   };
 }
 

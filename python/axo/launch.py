@@ -307,7 +307,7 @@ def launch_local(
         if not terminate or again or number not in Termination.signals():
             raise SignalException(f"signal {number}", signal.Signals(number))
 
-    with _own_folder() as reports:
+    with own_folder() as reports:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -349,11 +349,15 @@ def launch_local(
 
 
 @contextlib.contextmanager
-def _own_folder() -> Iterator[str]:
-    """A folder for one launch, which holds a lock in it; those whose launchers were killed are removed first."""
-    _remove_left_over()
+def own_folder(place: str | None = None) -> Iterator[str]:
+    """A folder for one launch in ``place`` (None: that of temporary files), which holds a lock in it.
+
+    Those whose launchers were killed are removed first, there and in memory.
+    """
+    for each in (tempfile.gettempdir(), _SHM):
+        _remove_left_over(each)
     while True:
-        with tempfile.TemporaryDirectory(prefix=_FOLDER, ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(prefix=_FOLDER, dir=place, ignore_cleanup_errors=True) as folder:
             path = Path(folder, _LOCK)
             lock = files.open_own(path)
             try:
@@ -366,9 +370,9 @@ def _own_folder() -> Iterator[str]:
                 os.close(lock)
 
 
-def _remove_left_over() -> None:
+def _remove_left_over(place: str) -> None:
     """Remove folders of this user whose launchers have died: their locks are free."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+    for path in Path(place).glob(f"{_FOLDER}*"):
         with contextlib.suppress(OSError, ValueError):  # another user's, gone by now, or no folder of ours
             if path.lstat().st_uid != os.getuid() or path.is_symlink():
                 continue

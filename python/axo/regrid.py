@@ -78,7 +78,7 @@ def regrid(model: nn.Module, optimizer: Optimizer | None, grid: Grid | str) -> n
     try:
         _check_movable(model, optimizer, comms, serial)
         grid = Grid.parse(grid)
-        before = _Before(model, optimizer, comms)
+        before = _Before(model, optimizer, comms, serial)
         asked = f"{grid} {before.described()}"
     except Exception as error:  # the others hear of it in the comparison
         wrong = error
@@ -123,8 +123,10 @@ def _check_movable(model: nn.Module, optimizer: Optimizer | None, comms: Communi
         ValueError: Says why.
     """
     state.check_kinds(model, optimizer)
-    if comms.stages > 1 or serial.options.get("offload") is not None:
+    shares = comms.context.size > 1
+    if comms.stages > 1 or shares or serial.options.get("offload") is not None:
         what = f"{comms.stages} stages" if comms.stages > 1 else "state on a lower tier of memory"
+        what = f"sequences over {comms.context.size} ranks" if shares else what
         raise ValueError(f"regrid: a model with {what} cannot move in memory; save a checkpoint, and load it there")
     if any(engine.holding or engine.gradients.deferred for engine in engines(model)):
         raise ValueError(
@@ -135,8 +137,8 @@ def _check_movable(model: nn.Module, optimizer: Optimizer | None, comms: Communi
 class _Before:
     """What a rank holds before the move: tensors with how they lie, and what is the same on all ranks."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, comms: Communicators) -> None:
-        self.grid = comms.grid
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, comms: Communicators, serial: Serial) -> None:
+        self.grid, self.planned_buffers = comms.grid, serial.buffers
         self.parameters = dict(model.named_parameters())
         self.training = {name: module.training for name, module in model.named_modules()}
         self.buffers = dict(model.named_buffers())
@@ -188,7 +190,10 @@ class _Before:
             module.training = self.training.get(name, module.training)
 
     def _allocate(self, model: nn.Module, comms: Communicators) -> dict[str, nn.Parameter]:
-        """Room for every parameter, and the buffers that were there; the parameters by name."""
+        """Room for every parameter, and the buffers that were there; the parameters by name.
+
+        A buffer that both grids cut differently is the plan's; any other stays, whatever its shape has become.
+        """
         real: dict[int, nn.Parameter] = {}
         old_of = {id(parameter): self.parameters[name] for name, parameter in model.named_parameters()}
         for prefix, module in model.named_modules():
@@ -199,9 +204,11 @@ class _Before:
                         real[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
                     module._parameters[name] = real[id(parameter)]
             for name, buffer in module._buffers.items():
-                before = self.buffers.get(f"{prefix}.{name}".lstrip("."))
-                if buffer is not None and before is not None and before.shape == buffer.shape:
-                    module._buffers[name] = before
+                path = f"{prefix}.{name}".lstrip(".")
+                before = self.buffers.get(path)
+                if buffer is not None and before is not None:
+                    if buffer.shape in (before.shape, self.planned_buffers.get(path)):
+                        module._buffers[name] = before
         for module in model.modules():
             if isinstance(module, ParallelLayer):
                 module._tag()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench.curves import main
+from bench.curves import Curve, main
 
 
 @pytest.mark.soak
@@ -24,7 +24,22 @@ def test_a_file_for_all(tmp_path):
 def test_a_curve_beside_stock_is_seen(monkeypatch):
     """A grid whose losses are off by 2e-4, or that logged fewer of them, counts as wrong."""
     curves = {"litgpt": [3.0, 2.0], "1x1x1x2": [3.0, 2.0002], "2x1x1x1": [3.0, 2.00005]}
-    monkeypatch.setattr("bench.curves.train", lambda run, file: curves[run])
-    monkeypatch.setattr("bench.curves.write_run", lambda folder, steps: folder)
+    monkeypatch.setattr("bench.curves.train", lambda run, file: Curve(curves[run], []))
+    monkeypatch.setattr("bench.curves.write_run", lambda folder, steps, validates: folder)
     assert main(["--steps=2", "--grids=1x1x1x2,2x1x1x1"]) == 1
     assert main(["--steps=2", "--grids=2x1x1x1"]) == 0
+
+
+def test_the_noise_of_another_order_of_sums_is_the_limit(monkeypatch):
+    """Twice as far from stock as the second stock run is right; farther, in losses or in validation, is wrong."""
+    apart = {
+        "litgpt": (0.0, 0.0),
+        "litgpt, one row at a time": (2e-3, 1e-3),
+        "1x1x1x2": (3e-3, 0.0),
+        "2x1x1x1": (0, 5e-3),
+    }
+    runs = {run: Curve([3.0 - by for _ in range(100)], [2.0 + other]) for run, (by, other) in apart.items()}
+    monkeypatch.setattr("bench.curves.train", lambda run, file: runs[run])
+    monkeypatch.setattr("bench.curves.write_run", lambda folder, steps, validates: folder)
+    assert main(["--steps=100", "--noise", "--grids=1x1x1x2"]) == 0
+    assert main(["--steps=100", "--noise", "--grids=1x1x1x2,2x1x1x1"]) == 1

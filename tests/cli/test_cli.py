@@ -82,6 +82,7 @@ def test_train_compares_with_serial_and_leaves_log_and_plot(text: str, tmp_path:
     assert [step["step"] for step in steps] == [0, 1, 2, 3] and summary["steps"] == 4
     for step in steps:
         assert 4 < step["loss"] < 7 and step["grad_norm"] > 0 and step["tokens_per_s"] == 256 / step["seconds"]
+        assert 0.05 < step["memory_gb"] < 50  # a process that has imported torch
         assert set(step["comm_share"]) == {"x", "y", "z", "data", "world", "all"}
         assert step["comm_share"]["y"] == step["comm_share"]["data"] == 0  # axes of size 1 say nothing
         assert step["comm_share"]["x"] > 0 and step["comm_share"]["z"] > 0 and step["comm_share"]["all"] > 0
@@ -341,16 +342,20 @@ def test_a_current_folder_that_is_gone_is_told(tmp_path: Path) -> None:
 def test_info_checks_every_axis() -> None:
     code, lines = run_axo("info", "--grid", "1x2x2x1")
     assert code == 0, lines
-    assert f"torch        {version('torch')}" in lines
+    assert f"torch        {version('torch')}: ok" in lines
     assert "grid         1x2x2x1: 4 ranks over shared-memory" in lines
     assert "axis z       2 ranks, stride 2, all_reduce ok" in lines
     assert "axis data    1 rank, stride 4, all_reduce ok" in lines
-    verdicts = [line for line in lines if line.split()[0] in ("compiler", "gpus", "files", "memory")]
-    assert len(verdicts) == 4 and all(": " in line for line in verdicts), lines
+    asked = ("torch", "triton", "nccl", "rccl", "compiler", "gpus", "files", "memory")
+    verdicts = [line for line in lines if line.split()[0] in asked]
+    assert len(verdicts) == 7 and all(re.search(": |not ", line) for line in verdicts), lines
 
 
 def test_info_says_what_a_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(info, "version", lambda name: version(f"no-{name}"))
+    facts = info.facts()
+    assert facts["triton"] == "not installed; GPUs need it" and "'.[litgpt]'" in facts["litgpt"]
     assert info._compiler().startswith("no g++") and "sudo apt-get install g++" in info._compiler()
     monkeypatch.setattr(info.resource, "getrlimit", lambda _: (256, 256))
     assert info._files() == "only 256 may be open; many ranks want more: ulimit -n 4096"

@@ -32,17 +32,18 @@ START_S = 120  # to import torch on a busy machine
 LOST_S = 6.0  # from a fault to the error, on every rank
 BUSY_S = 6.0  # what a busy machine may add to it
 
-# Collectives whose results are known, until an error comes or time is over. Arguments: seconds, elements, ranks a host.
+# Collectives whose results are known, until an error comes or time is over. Arguments: seconds, elements, ranks a host,
+# and for how many seconds the ranks wait for each other.
 COLLECTIVES = """
 import sys, time, torch, axo
 seconds, elements, local = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 import os
 size = int(os.environ["WORLD_SIZE"])
-comms = axo.connect(f"{local}x{size // local}x1x1", timeout=300)
-world, n = comms.world, 0
-print(world.transport, flush=True)
-end = time.monotonic() + seconds
 try:
+    comms = axo.connect(f"{local}x{size // local}x1x1", timeout=300, meeting_timeout=float((*sys.argv, 60)[4]))
+    world, n = comms.world, 0
+    print(world.transport, flush=True)
+    end = time.monotonic() + seconds
     while True:
         x = torch.full((elements,), float(world.rank + 1))
         x[0] = float(time.monotonic() < end)
@@ -122,10 +123,10 @@ def test_names_of_hosts_do_not_matter(tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(4000)
 def test_sixty_faults(tmp_path):
-    """Fifteen each of: power lost, cable out idle, cable out while bytes move, cable out for 3 s, frozen for 10 s."""
+    """Fifteen each of: power lost, cable out for good (idle or while bytes move), out for 3 s, frozen for 10 s."""
     draw, seen = random.Random(7), []
     for trial in range(60):
-        fault = ("power", "idle", "moving", "short", "frozen")[trial % 5]
+        fault = ("power", ("idle", "moving")[trial // 4 % 2], "short", "frozen")[trial % 4]
         moves = fault in ("moving", "short")
         with Hosts(2) as hosts:
             if moves:
@@ -134,10 +135,11 @@ def test_sixty_faults(tmp_path):
             ranks = hosts.start(python(COLLECTIVES, seconds, 1 << 20 if moves else 1000, 2), 2)
             hosts.wait_for("over tcp" if moves else "going", [0, 1, 2, 3], START_S)
             time.sleep(draw.uniform(0.5, 2.5))
-            host, since = hosts[trial % 2], time.time()
+            lost = trial // 8 % 2
+            host, since = hosts[lost], time.time()
             if fault == "power":
                 host.lose_power()
-                survivors = [0, 1] if trial % 2 else [2, 3]
+                survivors = [0, 1] if lost else [2, 3]
                 told = errors(hosts, survivors, 60)
                 assert all("is lost: its host" in text for _, text in told), told
                 seen.append((fault, max(at for at, _ in told) - since))
@@ -188,13 +190,13 @@ def test_some_grids_of_eight_ranks_train_on_four_hosts_as_on_one_and_as_serial()
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_what_leaves_a_host_is_the_least_that_each_collective_needs(count):
-    """By the counters of the hosts' interfaces: headers of packets and acknowledgements are a few percent."""
+    """By the counters of the hosts' interfaces; what starts and ends a collective is a few tenths of a percent."""
     with Hosts(count) as hosts:
         left = call_on(hosts, 2, 3 * START_S, "bytes_of_collectives", 2)
     least = least_bytes(2 * count, count)
     ratios = {name: sum(of_rank[name] for of_rank in left) / least[name] for name in least}
-    print(f"\n{count} hosts x 2 ranks, bytes on the wire over the least: {ratios}")
-    assert all(1.0 <= ratio < 1.06 for ratio in ratios.values()), ratios
+    print(f"\n{count} hosts x 2 ranks, payload between hosts over the least: {ratios}")
+    assert all(1.0 <= ratio < 1.01 for ratio in ratios.values()), ratios
 
 
 @pytest.mark.soak
@@ -214,17 +216,60 @@ def test_an_all_reduce_over_limited_links_beats_gloos():
 def test_torchs_own_backend_tests_on_two_hosts(part, tmp_path):
     with Hosts(2) as hosts:
         results = call_on(hosts, 2, 3000, "torchs_suite", str(tmp_path), part)
-    check_all("2 hosts x 2 ranks", over_all_ranks(results), 80 // PARTS)
+    check_all("2 hosts x 2 ranks", over_all_ranks(results), 80 // PARTS - 1)  # without messages from any rank
 
 
 def test_an_impostor_is_refused_by_name_within_a_second():
     with Hosts(2) as hosts:
-        ends = call_on(hosts, 1, 3 * START_S, "be_refused", ["s" * 32, "an impostor's secret"])
+        secrets = [{"AXO_SECRET": "s" * 32}, {"AXO_SECRET": "an impostor's secret"}]
+        ends = call_on(hosts, 1, 3 * START_S, "be_refused", secrets)
     last = max(came for came, _, _ in ends)
     for rank, (_, at, text) in enumerate(ends):
         assert f"rank {1 - rank} does not prove that it knows this rank's secret" in text, text
         assert at - last < 1 + BUSY_S, ends
     print(f"\nrefused {max(at for _, at, _ in ends) - last:.3f} s after the last one came")
+
+
+def test_an_interface_that_one_host_lacks_is_an_error_of_all():
+    with Hosts(2) as hosts:
+        ends = call_on(hosts, 2, 3 * START_S, "be_refused", [{}, {}, {}, {"AXO_INTERFACE": "ib7"}])
+    last = max(came for came, _, _ in ends)
+    for _, at, text in ends:
+        assert "AXO_INTERFACE='ib7' is no interface of this host; use one of " in text and "eth0" in text, text
+        assert at - last < 1 + BUSY_S, ends
+
+
+def test_a_second_run_on_a_port_ends_and_the_first_goes_on():
+    with Hosts(2) as hosts:
+        first = hosts.start(python(COLLECTIVES, 600, 1000, 1), 1)
+        hosts.wait_for("going", [0, 1], START_S)
+        second = hosts.start(python(COLLECTIVES, 0, 1000, 1, 5), 1, outputs="second")
+        assert hosts.wait(second, START_S) == [0, 0]
+        told = [hosts.output(rank, "second") for rank in range(2)]
+        assert "another program listens at 10.77.0.1:29400; give a MASTER_PORT that is free there" in told[0], told[0]
+        assert "ranks [0] have not come within" in told[1], told[1]
+        assert all(rank.poll() is None for rank in first), [hosts.output(rank) for rank in range(2)]
+
+
+FAR_CLOCKS = """
+import time
+clock, ahead = time.time, 3600 * int(os.environ["RANK"])
+time.time = lambda: clock() + ahead
+"""
+
+
+def test_clocks_an_hour_apart_do_not_matter():
+    """The time of day, and the clock that limits are counted by: a host's counts from its own start."""
+    later = 'if [ "$RANK" = 1 ]; then set -- unshare --fork --kill-child --time --monotonic 3600 "$@"; fi; exec "$@"'
+    with Hosts(2) as hosts:
+        program = python("import os\n" + FAR_CLOCKS + COLLECTIVES, 4, 1000, 1)
+        ranks = hosts.start(["sh", "-c", later, "sh", *program], 1, AXO_SECRET="s" * 32)
+        hosts.wait_for("going", [0, 1], START_S)
+        hosts[1].pull_cable()
+        time.sleep(2)
+        hosts[1].put_cable_back()
+        assert hosts.wait(ranks, START_S) == [0, 0]
+        assert all("done" in (text := hosts.output(rank)) for rank in range(2)), text
 
 
 @pytest.mark.soak

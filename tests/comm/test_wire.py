@@ -139,6 +139,23 @@ class ReadingStore:
         return call
 
 
+def test_a_rank_whose_time_is_over_says_so_before_it_goes():
+    """Those who try its port in vain would call it dead."""
+    store, named = HashStore(), identities(1, 1)
+    meetings = [Meeting(store, "place", r, 2, f"rank {r}", TimeLeft(seconds)) for r, seconds in enumerate((20, 1))]
+    reach = wire._Peers._reach
+
+    async def never(peers, peer, purpose):
+        await (asyncio.sleep(60) if peers.rank == 1 else reach(peers, peer, purpose))
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(wire._Peers, "_reach", never)
+        ends = [pool.submit(wire.connect, meeting, named) for meeting in meetings]
+        assert "rank 1: no connection to rank 0 (host host0, 127.0.0.1:" in str(ends[1].exception())
+        error = ends[0].exception()
+    assert isinstance(error, axo.Timeout) and "rank 0: rank 1 gave up: no connection to rank 0" in str(error)
+
+
 @pytest.mark.parametrize("end", ["all", "late", "gave up"])
 def test_all_that_ranks_leave_in_a_store_is_sealed(end, monkeypatch):
     monkeypatch.setenv("AXO_SECRET", SECRET)

@@ -16,9 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import axo
 from axo.comm.recording import recording
 from axo.grid import Grid
+from axo.matmul import cost
 from axo.nn.layer import ParallelLayer
-from axo.perf import readers
+from axo.nn.linear_loss import linear_cross_entropy_cost
+from axo.perf import memory, readers
 from axo.perf.run_options import RunOptions
+from axo.perf.workload import gpt
 
 ROWS, IN, OUT = 40, 48, 96
 GRIDS = ("1x1x1x1", "2x2x2x1", "4x1x1x2", "1x4x2x1")
@@ -104,3 +107,21 @@ def test_the_planners_layers_say_what_the_models_layers_say(name: str, grid: str
     found = {path.rpartition(".")[2]: layer.saved_bytes(rows, itemsize=4) for path, layer in model.named_modules()
              if isinstance(layer, ParallelLayer) and "norm" in type(layer).__name__.lower()}  # fmt: skip
     assert norms and all(found[path] == size for path, size in norms.items())
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_loss_in_chunks_sends_what_it_counts_and_keeps_no_logits(grid: str) -> None:
+    """Oracle: the count of the loss, which its own test holds to what is sent; bytes by hand. Chunks that do not divide
+    round up."""
+    hidden, vocabulary, rows, comms = 64, 1 << 15, 2048, recording(grid)
+    head = axo.nn.Linear(hidden, vocabulary, bias=False, comms=comms)
+    workload, on = gpt("tiny", layers=1, hidden=hidden, heads=4, vocab=vocabulary), comms.grid
+    whole, chunked = (RunOptions(rows * on.data, rows=rows, chunked_loss=chunks) for chunks in (False, True))
+    *_, linear, loss = workload.blocks[-1].layers
+    found = cost.total(linear.calls(on, rows, chunked) + loss.calls(on, rows, chunked))
+    wanted = cost.total(linear_cross_entropy_cost(head, rows, itemsize=2))
+    assert {key: count.calls for key, count in found.items()} == {key: count.calls for key, count in wanted.items()}
+    assert all(found[key].bytes == pytest.approx(count.bytes, rel=0.01) for key, count in wanted.items())
+    less = memory.estimate(workload, on, whole).saved - memory.estimate(workload, on, chunked).saved
+    logits = rows // on.z * (2 * vocabulary // on.x + 16)
+    assert less == logits - 4 * hidden * vocabulary / (on.x * on.y), "and keeps the weight's gradient, in fp32"

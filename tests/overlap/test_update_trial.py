@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import axo
 from axo.grid import Coords, Grid
-from axo.optim.update_trial import LIMIT, try_update
+from axo.optim.update_trial import LIMIT, Differs, try_update
 from axo.placement import Placement
 from tests.launcher import run_ranks
 from tests.nn.support import my_rows
@@ -185,6 +185,23 @@ def test_an_update_that_looks_further_than_an_element_is_seen(make: Any) -> None
     assert try_update(make(parameters(*ROWS), lr=1e-2)).share > 0.01
     renamed = type("Adam", (make,), {})
     assert try_update(renamed(parameters(ROWS[0]), lr=1e-3)).share > 0.01
+
+
+class Later(D):
+    """Couples from a step on, or where a matrix is large."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        state["steps"] = state.get("steps", 0) + 1
+        (group,) = self.param_groups
+        couples = state["steps"] >= group["start"] and max(p.shape) >= group["least"]
+        return super().update(p, grad, state) if couples else grad
+
+
+@pytest.mark.parametrize(("start", "least"), [(20, 0), (100, 0), (0, 256), (2, 500)])
+def test_what_begins_late_or_with_large_matrices_is_seen(start: int, least: int) -> None:
+    mine = parameters(*ROWS, shape=(3000, 2000))
+    assert try_update(Later(mine, start=start, least=least)).share > 0.01
+    assert try_update(Later(mine, start=10**9, least=least)) == Differs()
 
 
 def test_options_and_the_way_of_construction_are_those_of_the_optimizer() -> None:

@@ -78,6 +78,8 @@ def test_litgpts_command_stands_for_the_rows_that_it_can_run(gpus: int) -> None:
         assert int(size["global_batch_size"]) % groups == 0 and int(size["max_tokens"]) >= 1e9
     recomputed = made_of(gpus)
     assert output.litgpt_line(recomputed, recomputed.best).startswith("(no axo litgpt command: it has no recomputation")
+    told = [line for line in output.commands(recomputed, 4) if "(no " in line]
+    assert len(told) == len({line.partition("(")[2] for line in told}) and told[0].startswith("1: (no "), told
 
 
 def typed(line: str, folder: Path, changes: dict[str, str], *more: str) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from axo.cli import main as cli
 from axo.grid import Grid
-from axo.perf import machine, output, planner, plots, profile, readers, simulator
+from axo.perf import machine, output, planner, plots, profile, readers
 from axo.perf.chrome_trace import Span
 from axo.perf.command import command_line, gather_cache
 from axo.perf.workload import gpt
@@ -111,7 +111,10 @@ def test_plans_are_compared_side_by_side(made: planner.GridPlan, tmp_path: Path)
     slower = replace(made, ranked=made.ranked[::-1])
     for name, plan in (("a.json", slower), ("b.json", made)):
         (tmp_path / name).write_text(json.dumps(output.plan_json(plan, gpu_hour=2.5) | {"watts": 500.0}))
-    header, rows = output.compare_table([(n, json.loads((tmp_path / n).read_text())) for n in ("a.json", "b.json")])
+    (_, (header, rows)), verdict = output.compared(
+        [(n, json.loads((tmp_path / n).read_text())) for n in ("a.json", "b.json")]
+    )  # type: ignore[misc]
+    assert "times as many GPU hours in a.json" in verdict
     assert [row[0] for row in rows] == ["b.json", "a.json"] and len(rows[0]) == len(header)
     hours = 32 / (2**18 / made.best.seconds) * 1e9 / 3600
     assert float(rows[0][-3]) == pytest.approx(hours, abs=0.06)
@@ -122,16 +125,23 @@ def test_plans_are_compared_side_by_side(made: planner.GridPlan, tmp_path: Path)
         assert found.exit_code == 2 and "holds no plan; `axo plan ... --json FILE` writes one" in found.stderr
 
 
-def test_page_is_whole_and_fetches_nothing(made: planner.GridPlan) -> None:
-    step = simulator.simulate(made.request.workload, made.best.grid, made.request.machine, made.best.run)
-    drawn = plots.plan_plots(made, step)
-    text = output.plan_page(made, step, drawn)
+def written(path: Path) -> str:
+    """The page that the command writes of the same plan."""
+    call = "plan --model gpt-5b --gpus 32 --machine frontier --batch-tokens 256k --tokens 1T"
+    done = CliRunner().invoke(cli.app, [*call.split(), "--html", str(path)])
+    assert done.exit_code == 0, done.output
+    return path.read_text()
+
+
+def test_page_is_whole_and_fetches_nothing(made: planner.GridPlan, tmp_path: Path) -> None:
+    text = written(tmp_path / "page.html")
     page = Page()
     page.feed(text)
-    assert page.open == [] and page.tags.count("img") == len(drawn) == 3
+    assert page.open == [] and page.tags.count("img") == 3
     assert all(source.startswith("data:image/png;base64,") for source in page.fetched)
     assert "http" not in text.lower().replace("http-equiv", "") and "<script" not in text
-    assert str(made.best.grid) in text
+    for words in (str(made.best.grid), "memory of", "traffic of", "Left out: the first", made.left_out[0].reason):
+        assert words in text
 
 
 def test_plots_are_pngs(made: planner.GridPlan) -> None:
@@ -152,7 +162,8 @@ def test_a_step_has_a_legend_and_a_fitting_unit(length: float, unit: str, monkey
 
 
 def test_text_in_a_page_is_escaped() -> None:
-    assert "<b>" not in output.html_table((["<b>"], [["<b>"]])) and "&lt;b&gt;" in output.paragraph("<b>")
+    text = output.page("<b>", ["<b>", ("<b>", (["<b>"], [["<b>"]]))], {"<b>": b""})
+    assert "<b>" not in text and text.count("&lt;b&gt;") == 8
 
 
 def test_a_range_has_no_error() -> None:
@@ -173,7 +184,7 @@ def test_a_reproduction_has_one_table_of_rows_and_a_picture_for_each_figure() ->
     assert len(header) == len(rows[0]) and [row[0] for row in rows] == ["first"] * 3 + ["second"]
     assert [row[-1] for row in rows] == ["held out", "no error", "calibrated", "no error"] and rows[0][5] == "+50.0%"
     drawn = {group.title: report.group_plot(group) for group in groups}
-    page = report.reproduction_page(groups, ["a note"], drawn)
+    page = output.page("all", [("All rows", report.rows_table(groups))], drawn)
     assert page.count("<img") == 2 and "All rows" in page
     assert next(csv.DictReader(io.StringIO(report.groups_csv(groups))))["standing"] == "held out"
 
@@ -297,8 +308,7 @@ def test_a_browser_shows_the_page_without_a_network(made: planner.GridPlan, tmp_
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium; the page is only parsed")
-    step = simulator.simulate(made.request.workload, made.best.grid, made.request.machine, made.best.run)
-    text = output.plan_page(made, step, plots.plan_plots(made, step))
+    text = written(tmp_path / "written.html")
     look = (
         "<script>onload = () => document.title = JSON.stringify({images: [...document.images].map(i => i.naturalWidth),"
         "rows: document.querySelectorAll('tr').length, wide: document.body.scrollWidth})</script>"

@@ -261,7 +261,9 @@ def by_rows(grid):
         for _ in range(2):
             model(x).square().sum().backward()
             optimizer.step()
-    assert [str(each.message)[:44] for each in told] == ["axo: buffers differ between ranks: mean; the"] * (parts > 1)
+    assert [str(each.message)[:44] for each in told] == ["axo: buffers differ between ranks: mean; the"] * (
+        parts > 1 and comms.rank == 0
+    )
 
     for module, what in (
         (nn.InstanceNorm2d(4, track_running_stats=True), "InstanceNorm2d, whose running statistics would be"),
@@ -304,7 +306,8 @@ def other_draws_and_buffers():
     if comms.rank:
         model.register_buffer("mine", torch.ones(1))
     model(torch.ones(2, 8)).sum().backward()
-    with pytest.warns(UserWarning, match="buffers differ between ranks: their names"):
+    told = pytest.warns(UserWarning, match="buffers differ between ranks: their names")
+    with told if comms.rank == 0 else contextlib.nullcontext():
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 

@@ -24,9 +24,9 @@ ON = "perlmutter"
 )
 def test_the_fastest_of_all(accumulate: int, given: dict) -> None:
     config = dataclasses.replace(LLAMA, accumulate=accumulate, **given)
-    found, why = chosen(config, 16, ON, set(given))
+    found, why = chosen(config, None, 16, ON, set(given))
     workload = readers.read("Llama-3.2-1B", seq_length=2048)
-    best = (float("inf"), "", 0, "", 0)
+    best = (float("inf"), "", 0, "", 0, "")
     for stages in [4] if given else [1, 2, 4, 8, 16]:
         for grid in Grid.all(16 // stages):
             if 64 % (grid.z * grid.data * accumulate):
@@ -41,9 +41,9 @@ def test_the_fastest_of_all(accumulate: int, given: dict) -> None:
             if not one.reason:
                 schedule = one.stages.schedule if one.stages else found.schedule
                 micro = one.run.micro_batches if one.stages else found.microbatches
-                best = min(best, (one.seconds * pieces, str(grid), stages, schedule, micro))
-    assert (str(found.grid), found.pipeline, found.schedule, found.microbatches) == best[1:]
-    assert found.cuts == ("planner" if found.pipeline > 1 else "even")
+                cuts = ",".join(map(str, one.stages.bounds[1:-1])) if one.stages else "even"
+                best = min(best, (one.seconds * pieces, str(grid), stages, schedule, micro, cuts))
+    assert (str(found.grid), found.pipeline, found.schedule, found.microbatches, found.cuts) == best[1:]
     assert f"grid {best[1]}" in why and "on 16 ranks of" in why and "products take" in why
     assert ("would take +" in why) == (not given), why
 
@@ -61,9 +61,9 @@ def test_named_cuts_are_of_the_chosen_schedule(given: dict[str, Any], found: str
     config = dataclasses.replace(LLAMA, **given)
     if " " in found:
         with pytest.raises(ValueError, match=re.escape(found)):
-            chosen(config, 16, ON, set(given))
+            chosen(config, None, 16, ON, set(given))
         return
-    config, _ = chosen(config, 16, ON, set(given))
+    config, _ = chosen(config, None, 16, ON, set(given))
     assert config.schedule == found and config.cuts == given["cuts"]
 
 

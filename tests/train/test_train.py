@@ -16,6 +16,7 @@ import axo
 from axo.grid import Grid
 from axo.matmul.products import products_of
 from axo.nn.goldfish import goldfish_mask
+from axo.perf import plots
 from axo.train import TrainConfig, log, models, recipe, runner
 from axo.train.check import check, open_batches
 from axo.train.loop import Trainer
@@ -95,6 +96,14 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
             {"algorithm": "tesseract", "grid": Grid(2, 2, 2, 1), "batch_size": 6},
             r"batch-size=6 rows do not divide over x\*z\*data=4",
         ),
+        ({"context": 3, "grid": Grid(1, 1, 4, 1)}, r"context=3 does not divide z=4; use one of \[1, 2, 4\]"),
+        ({"context_kind": "star"}, r"context='star' is not known"),
+        (
+            {"context": 2, "context_kind": "heads", "grid": Grid(8, 1, 2, 1)},
+            r"context='heads' cannot give a rank's 1 heads",
+        ),
+        ({"context": 2, "grid": Grid(2, 1, 2, 1), "sequence_parallel": True}, r"sequence-parallel with context=2 is"),
+        ({"context": 2, "grid": Grid(1, 1, 4, 1), "batch_size": 5}, r"do not divide over z\*data/context=2"),
         ({"tokenizer": "/nowhere/tokenizer.json"}, r"tokenizer: /nowhere/tokenizer.json does not exist"),
         ({"recompute": True, "recompute_keeps": "all"}, r"recompute-keeps='all' is not one of nothing, products"),
         ({"recompute_keeps": "products"}, r"recompute-keeps=products says what --recompute keeps; say that too"),
@@ -202,10 +211,31 @@ def test_the_verdict_is_one_exact_line() -> None:
         compare([], [1.0], "32-true")
 
 
-def test_the_plot_is_a_png(tmp_path: Path) -> None:
+def test_plain_lines_say_what_is_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of two seconds, by a clock of the test's own."""
+    now = iter(range(0, 100, 2))
+    monkeypatch.setattr(log.time, "perf_counter", lambda: next(now))
+    line = {"loss": 5.0, "tokens_per_s": 1000.0, "memory_gb": 0.5, "comm_share": {"all": 0.25}}
+    with log.Display("run", 4) as display:
+        for done in range(1, 5):
+            display.show(done, line)
+    figures = "loss 5.000 · 1,000 tokens/s · 0.50 GB a rank · comm 25%"
+    left = ["", " · 0:00:04 left", " · 0:00:02 left", ""]
+    assert capsys.readouterr().out.splitlines() == [f"run {n}/4: {figures}{rest}" for n, rest in enumerate(left, 1)]
+
+
+def test_the_plot_explains_its_number_and_shows_both_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures, new_figure = [], plots.new_figure
+    monkeypatch.setattr(plots, "new_figure", lambda *shape: figures.append(new_figure(*shape)) or figures[-1])
     for serial in (None, [5.0, 4.0, 3.0]):
         path = tmp_path / "deep" / "loss.png"
         log.draw(path, [5.0, 4.0, 3.0], title="t", subtitle="s", vocabulary=256, serial=serial, limit=1e-4)
+        axes = figures[-1][1]
+        told = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert told == ["serial"] * (serial is not None) + ["Axo (4.00: mean of the last 3 steps)"]
+        if serial is not None:  # equal curves: wider, and of another colour, than the one that lies on it
+            serial_line, own = axes.lines[-2:]
+            assert serial_line.get_linewidth() > 2 * own.get_linewidth() and serial_line.get_color() != own.get_color()
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 20_000
         path.unlink()
 
@@ -289,7 +319,7 @@ def test_recomputation_that_keeps_products_repeats_none(text: str) -> None:
 
 
 def train_on_rank(config: TrainConfig) -> tuple[list[float], list[float]]:
-    comms = axo.connect(config.grid)
+    comms = axo.connect(config.grid, context=config.context)
     batches = open_batches(config)
     trainer = Trainer(config, comms, batches)
     steps = [trainer.step(index) for index in range(config.steps)]
@@ -308,6 +338,8 @@ def train_on_rank(config: TrainConfig) -> tuple[list[float], list[float]]:
         ),
         ("2x2x2x1", {}),
         ("2x2x2x1", {"algorithm": "tesseract", "recompute": True, "accumulate": 2}),
+        ("2x1x2x1", {"context": 2, "seq_len": 29, "recompute": True, "goldfish_k": 3, "goldfish_h": 4}),
+        ("1x1x4x1", {"context": 2, "context_kind": "heads", "accumulate": 2}),
     ],
     ids=str,
 )
@@ -366,7 +398,7 @@ def test_unequal_local_batches_are_weighted_by_tokens(text: str) -> None:
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
     total = results[0][0] + results[2][0]  # ranks 0 and 2 are the two data ranks at x = 0
-    assert total / (6 * config.seq_len) == pytest.approx(loss.item(), abs=1e-6)
+    assert total / (6 * config.seq_len) == pytest.approx(loss.item(), rel=1e-6)  # fp32 sums
     for _, gradient in results:
         torch.testing.assert_close(gradient, model.lm_head.weight.grad, atol=1e-6, rtol=1e-5)
 

@@ -53,11 +53,12 @@ def info(
 def facts() -> dict[str, str]:
     """Return names and values for people to read."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
-    for name in ("axo", "torch", "litgpt", "triton", "numpy"):
+    without = {"litgpt": "; axo train and axo litgpt need it: pip install '.[litgpt]'", "triton": "; GPUs need it"}
+    for name in ("axo", "numpy", "litgpt", "triton", "torch"):
         try:
-            found[name] = version(name)
+            found[name] = f"{version(name)}: ok"
         except PackageNotFoundError:
-            found[name] = "not installed"
+            found[name] = f"not installed{without.get(name, '')}"
     found |= _libraries()
     found |= {"compiler": _compiler(), "gpus": _gpus(), "files": _files(), "memory": _memory()}
     found["cores"] = f"{usable_cores()} usable of {os.cpu_count()}"
@@ -65,19 +66,19 @@ def facts() -> dict[str, str]:
 
 
 def _libraries() -> dict[str, str]:
-    """What the compiled part found on this machine: loops of the CPU's reductions, the GPU's collective library."""
+    """What the compiled part says of this torch and machine: loops of reductions, the GPU's collective library."""
     import torch
 
     try:
         from axo.comm.extension import _C
     except ImportError as error:
-        return {"compiled": f"does not load: {error}"}
+        return {"torch": f"{torch.__version__}: {error}"}
     from axo.errors import Error
 
     found = {"cpu loops": _C.reduce_instruction_set(), "host": _C.host_name()}
     amd = torch.version.hip is not None
     try:
-        found["rccl" if amd else "nccl"] = _C.collective_library(amd)
+        found["rccl" if amd else "nccl"] = f"{_C.collective_library(amd)}: ok"
     except Error:
         found["rccl" if amd else "nccl"] = "not found; GPUs need it, CPUs do not"
     return found

@@ -6,10 +6,10 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,18 +19,18 @@ from axo.grid import Grid
 
 if TYPE_CHECKING:
     from axo.perf import planner
-    from axo.perf.output import Table
+    from axo.perf.output import Shown
     from axo.perf.planner import Candidate
 
 MOST_TOKENS = 1e18
-Shown = str | tuple[str, "Table"]  # of what is printed: a sentence, or a table and its title
-Pictures = tuple[dict[str, bytes], Callable[[], str]]  # PNGs by title, and what gives the page that holds them
+PAGE = 20  # grids on the HTML page
 
 PlotOut = Annotated[Path | None, typer.Option("--plot", help="Write the plots (PNG) into this folder.")]
 Model = Annotated[str, typer.Option(help="gpt-5b ... gpt-640b, unet-250m ... unet-4b, a LitGPT name, or a file.")]
 
 
-class Asked(NamedTuple):
+@dataclass(frozen=True)
+class Asked:
     """The options that ``axo plan`` and ``axo simulate`` share."""
 
     model: Model = ""
@@ -53,6 +53,10 @@ class Asked(NamedTuple):
     offload: Annotated[str, typer.Option(help="In the host's memory: none, or optimizer (AdamW's state).")] = "none"
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Split the residual stream's tokens over x.")
+    ] = False
+    optimizer: Annotated[str, typer.Option(help="adamw, or muon (axo.optim.Muon).")] = "adamw"
+    chunked_loss: Annotated[
+        bool, typer.Option("--chunked-loss", help="No logits at a time but a chunk's (axo.nn.linear_cross_entropy).")
     ] = False
     pipeline: Annotated[
         str, typer.Option(help="Stages, each a grid: 1, 4; plan tries 1,2,4, or auto: every power of two that divides.")
@@ -81,11 +85,13 @@ class Asked(NamedTuple):
             workload, on.of_nodes(gpus) if gpus > 0 else on, gpus, tokens_of(self.batch_tokens, batch=True),
             overlap=frozenset(overlaps), gather=self.gather, zero=self.zero, micro_batches=self.micro_batches,
             recompute=recompute, offload=self.offload == "optimizer", sequence_parallel=self.sequence_parallel,
+            optimizer=self.optimizer, chunked_loss=self.chunked_loss,
             pipeline=_counts(self.pipeline, gpus), schedules=schedules, **more,
         )  # fmt: skip
 
 
-class Outputs(NamedTuple):
+@dataclass(frozen=True)
+class Outputs:
     """Where results go."""
 
     json_out: Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")] = None
@@ -102,30 +108,6 @@ class Outputs(NamedTuple):
         if self.plot is not None and self.plot.exists() and not self.plot.is_dir():
             raise ValueError(f"--plot {self.plot} is a file; name a folder")
 
-    def write(self, values: Callable[[], Any], draw: Callable[[], Pictures], csv: Callable[[], str] = str) -> None:
-        """Write what was asked for.
-
-        Args:
-            values: Gives what is written as JSON.
-            draw: Gives the pictures (PNG) by title, and the page that holds them.
-            csv: Gives the CSV.
-        """
-        if self.json_out is not None:
-            write(self.json_out, values())
-        if self.csv_out is not None:
-            write(self.csv_out, csv())
-        if self.plot is None and self.html is None:
-            return
-        drawn, page = draw()
-        for name, png in drawn.items() if self.plot is not None else ():
-            assert self.plot is not None
-            self.plot.mkdir(parents=True, exist_ok=True)
-            path = self.plot / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.png"
-            write(path, png)
-            self.say(f"wrote {path}")
-        if self.html is not None:
-            write(self.html, page())
-
     def say(self, *parts: Shown) -> None:
         """Print sentences and tables (title, table), unless a result goes to stdout; what is empty is left out."""
         if is_stdout(self.json_out) or is_stdout(self.csv_out):
@@ -136,27 +118,55 @@ class Outputs(NamedTuple):
             elif part:
                 say(part)
 
+    def give(
+        self, title: str, parts: Sequence[Shown], values: Callable[[], Any], draw: Callable[[], dict[str, bytes]],
+        csv: Callable[[], str] = str, paged: Callable[[], Sequence[Shown]] | None = None,
+    ) -> None:  # fmt: skip
+        """Print a result, and write it in the forms that were asked for.
+
+        Args:
+            title: Of the page.
+            parts: What is printed.
+            values: Gives what is written as JSON.
+            draw: Gives the pictures (PNG) by title.
+            csv: Gives the CSV.
+            paged: Gives what stands on the page above the pictures; None: what is printed.
+        """
+        self.say(*parts)
+        if self.json_out is not None:
+            write(self.json_out, values())
+        if self.csv_out is not None:
+            write(self.csv_out, csv())
+        drawn = draw() if self.plot is not None or self.html is not None else {}
+        if self.plot is not None:
+            self.plot.mkdir(parents=True, exist_ok=True)
+            for name, png in drawn.items():
+                path = self.plot / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.png"
+                write(path, png)
+                self.say(f"wrote {path}")
+        if self.html is not None:
+            from axo.perf.output import page
+
+            write(self.html, page(title, parts if paged is None else paged(), drawn))
+
 
 def _with_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command that takes groups of options (``Asked``, ``Outputs``) the options of each in its place."""
+    signature, groups, parameters = inspect.signature(command, eval_str=True), dict[str, Any](), []
+    for one in signature.parameters.values():
+        if one.annotation in (Asked, Outputs):
+            groups[one.name] = inspect.signature(one.annotation, eval_str=True).parameters.values()
+        parameters += groups.get(one.name, [one])
 
     @functools.wraps(command)
     def called(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{option: given.pop(option) for option in group._fields})
+        for name, options in groups.items():
+            group = signature.parameters[name].annotation
+            given[name] = group(**{option.name: given.pop(option.name) for option in options})
         command(**given)
 
-    hints, parameters, groups = get_type_hints(command, include_extras=True), list[inspect.Parameter](), {}
-    for one in inspect.signature(command).parameters.values():
-        group = hints[one.name] if hints[one.name] in (Asked, Outputs) else None
-        if group is not None:
-            groups[one.name] = group
-        defaults = group._field_defaults if group is not None else {one.name: one.default}
-        types = get_type_hints(group, include_extras=True) if group is not None else hints
-        parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
-                       for name, default in defaults.items()]  # fmt: skip
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    by_name = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+    called.__signature__ = signature.replace(parameters=by_name)  # type: ignore[attr-defined]
     return called
 
 
@@ -178,7 +188,7 @@ def plan(
     compare: Annotated[
         list[Path] | None, typer.Option(help="Compare plans that --json wrote; repeat for each file.")
     ] = None,
-    outputs: Outputs = Outputs(),  # noqa: B008
+    outputs: Outputs = Outputs(),
 ) -> None:
     """Rank every grid of a number of GPUs by predicted step time."""
     from axo.perf import output, planner
@@ -186,9 +196,7 @@ def plan(
     if compare:
         if asked.model or gpus:
             raise ValueError("--compare reads plans that --json wrote, and plans nothing; leave --model and --gpus out")
-        plans = [(str(path), _plan_file(path)) for path in compare]
-        table = "the best of each plan", output.compare_table(plans)
-        return Outputs().say(table, output.compared(plans) if len(plans) > 1 else "")
+        return Outputs().say(*output.compared([(str(path), _plan_file(path)) for path in compare]))
     if not asked.model or not gpus:
         raise ValueError("name what is to be planned: --model NAME --gpus N (and --machine NAME)")
     if top < 1:
@@ -211,29 +219,37 @@ def plan(
     wanted = None if explain is None else _grid(explain, gpus)
     ranking = planner.plan(request)
     chosen = None if wanted is None else _explained(ranking, wanted)
-    outputs.say(*_summary(ranking, top, gpu_hour), *(_details(ranking, chosen) if chosen is not None else ()))
+    details = _details(ranking, chosen) if chosen is not None else []
+    parts = [*_summary(ranking, top, gpu_hour), *details]
 
-    def draw() -> Pictures:
+    def draw() -> dict[str, bytes]:
         from axo.perf import plots, simulator
 
-        step = simulator.simulate(request.workload, ranking.best.grid, request.machine, ranking.best.run)
-        drawn = plots.plan_plots(ranking, step)
-        return drawn, lambda: output.plan_page(ranking, step, drawn)
+        asked, best = ranking.request, ranking.best
+        return plots.plan_plots(ranking, simulator.simulate(asked.workload, best.grid, asked.machine, best.run))
 
-    outputs.write(lambda: output.plan_json(ranking, gpu_hour=gpu_hour), draw, lambda: output.plan_csv(ranking))
+    def paged() -> list[Shown]:
+        left_out = [[str(one.grid), one.reason] for one in ranking.left_out[:40]]
+        left = f"Left out: the first {len(left_out)} of {len(ranking.left_out)} grids", (["grid", "why"], left_out)
+        more = _details(ranking, ranking.best) if chosen is None else details
+        return [*_summary(ranking, PAGE, gpu_hour), *more, *([left] if left_out else [])]
+
+    title = f"{request.workload.name} on {gpus} GPUs of {request.machine.name}"
+    values = functools.partial(output.plan_json, ranking, gpu_hour=gpu_hour)
+    outputs.give(title, parts, values, draw, lambda: output.plan_csv(ranking), paged)
 
 
 def _summary(ranking: planner.GridPlan, top: int, gpu_hour: float) -> list[Shown]:
     """What is printed of every plan."""
-    from axo.perf import others, output
+    from axo.perf import output, planner
 
     asked, on, shown = ranking.request, ranking.request.machine, ranking.ranked[:top]
     nodes, a_node = on.nodes(asked.gpus)
     described = f"{on.description}; " if on.description else ""
     network = f"--network {on.network:g} Gb/s a node; " if on.network else ""
     assumed = ", ".join(f"{name} {getattr(on, name):g}" for name in on.assumed)
-    alternatives = others.others(ranking)
-    explained = [one for one in alternatives if one.candidate.time is not None and one.kind in others.EXPLAINED]
+    alternatives = planner.others(ranking)
+    explained = [one for one in alternatives if one.candidate.time is not None and one.kind in planner.EXPLAINED]
     return [
         f"{asked.workload.name}: {output.tokens_text(asked.workload.parameters)} parameters;"
         f" {asked.batch_tokens:,} tokens a batch ({asked.sequences:,} sequences of {asked.workload.seq_length})",
@@ -337,16 +353,16 @@ def _simulate_grid(ranking: planner.GridPlan, outputs: Outputs, trace: Path | No
         "peak_memory_bytes": peak,
         "closed_form_s": one.seconds,
     }
-    outputs.write(lambda: values, lambda: (plots.plan_plots(ranking, step), str))
-    outputs.say(
-        (f"{asked.workload.name} on {one.grid} ({asked.gpus} GPUs of {asked.machine.name})",
-         output.simulation_table(step)),
+    title = f"{asked.workload.name} on {one.grid} ({asked.gpus} GPUs of {asked.machine.name})"
+    parts: list[Shown] = [
+        (title, output.simulation_table(step)),
         f"one step {step.seconds:.3f} s, {percent:.1f}% of peak (HFU), at most {peak / 2**30:.1f} GiB a GPU;"
         f" the closed form says {one.seconds:.3f} s",
         f"simulated {step.micro_batches} of {one.run.micro_batches} micro-batches; the rest repeat"
         if step.micro_batches < one.run.micro_batches else "",
         f"trace: {trace} (open it in ui.perfetto.dev)" if trace is not None else "",
-    )  # fmt: skip
+    ]  # fmt: skip
+    outputs.give(title, parts, lambda: values, lambda: plots.plan_plots(ranking, step))
 
 
 def _simulate_stages(ranking: planner.GridPlan, outputs: Outputs) -> None:
@@ -375,56 +391,57 @@ def _simulate_stages(ranking: planner.GridPlan, outputs: Outputs) -> None:
         "closed_form_s": one.seconds,
     }
     title = f"{asked.workload.name} on {one.name}, {one.run.micro_batches} micro-batches"
-    outputs.write(lambda: values, lambda: ({"Pipeline": plots.pipeline_timeline(timeline, title)}, str))
     blocks = [sum(stages.bounds[stage + 1] - stages.bounds[stage] for stage in stages.of(rank))
               for rank in range(stages.ranks)]  # fmt: skip
     rows = [[str(rank), str(blocks[rank]), f"{busy:.3f}", f"{timeline.seconds - busy:.3f}", f"{in_flight[rank]:g}"]
             for rank, busy in enumerate(timeline.busy)]  # fmt: skip
-    outputs.say(
+    parts: list[Shown] = [
         (title, (["rank", "blocks", "busy s", "waits s", "micro-batches held"], rows)),
         f"stages of {output.cuts_text(stages)} blocks; bubble {100 * timeline.bubble:.1f}% of the pipeline's"
         f" {timeline.seconds:.3f} s; one step {step:.3f} s, at most {peak / 2**30:.1f} GiB a GPU;"
         f" the closed form says {one.seconds:.3f} s",
-    )
+    ]
+    outputs.give(title, parts, lambda: values, lambda: {"Pipeline": plots.pipeline_timeline(timeline, title)})
 
 
 @_with_groups
 def reproduce(
     what: Annotated[str, typer.Argument(help="papers")] = "papers",
     check_fit: Annotated[bool, typer.Option("--fit/--no-fit", help="Fit again: leave-one-out error.")] = True,
-    outputs: Outputs = Outputs(),  # noqa: B008
+    outputs: Outputs = Outputs(),
 ) -> None:
     """Print the papers' numbers beside the model's, with the error, and what it cannot predict."""
     from axo_bench.papers import report
     from axo_bench.papers import reproduce as papers
+    from axo_bench.papers.lines import summaries
 
     if what != "papers":
         raise ValueError(f"{what!r} is not known; use papers")
     outputs.check()
     groups, notes = list(papers.groups()), papers.calibration_notes(check_fit)
-    summaries, texts = report.summaries(groups), {
+    summary = summaries(groups)
+    texts = {
         "How it was calibrated": notes,
         "What cannot be predicted": papers.CANNOT,
         "Where the papers contradict": papers.CONTRADICTIONS,
-    }  # fmt: skip
+    }
+    parts = list[Shown]()
     for group in groups:
-        outputs.say((group.title, report.group_table(group)), f"  {group.note}\n" if group.note else "")
-    outputs.say(("All rows", report.rows_table(groups)), ("All groups", report.summary_table(summaries)))
-    for title, lines in texts.items():
-        outputs.say(f"\n{title}", *(f"  - {line}" for line in lines))
+        parts += [(group.title, report.group_table(group)), f"  {group.note}\n" if group.note else ""]
+    parts += [("All rows", report.rows_table(groups)), ("All groups", report.summary_table(summary))]
+    for heading, lines in texts.items():
+        parts += [f"\n{heading}", *(f"  - {line}" for line in lines)]
     values = {
         "groups": [report.group_json(group) for group in groups],
-        "summary": [asdict(one) for one in summaries],
+        "summary": [asdict(one) for one in summary],
         "calibration": list(notes),
         "cannot": list(papers.CANNOT),
         "contradictions": list(papers.CONTRADICTIONS),
     }
-
-    def draw() -> Pictures:
-        drawn = {group.title: report.group_plot(group) for group in groups}
-        return drawn, lambda: report.reproduction_page(groups, notes, drawn)
-
-    outputs.write(lambda: values, draw, lambda: report.groups_csv(groups))
+    outputs.give(
+        "The papers' numbers beside the model's", parts, lambda: values,
+        lambda: {group.title: report.group_plot(group) for group in groups}, lambda: report.groups_csv(groups),
+    )  # fmt: skip
 
 
 def profile(

@@ -106,9 +106,9 @@ def train(
     options["grid"] = Grid() if automatic else Grid.parse(options["grid"])
     config, rank = TrainConfig(**options), Rank.from_environment()
     if automatic:
-        from axo.train.auto import chosen, ranks_of
+        from axo.train.auto import chosen
 
-        config, why = chosen(config, ranks_of(rank, ranks), machine, given)
+        config, why = chosen(config, rank, ranks, machine, given)
         if rank is None or rank.rank == 0:
             say(why)
     from axo.integrations.litgpt.parsing import load

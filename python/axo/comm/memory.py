@@ -8,6 +8,7 @@ exact either way. It checks; it does not move.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
@@ -188,6 +189,13 @@ def core_arguments(
     if op in ("broadcast", "send", "recv"):  # one buffer
         return sent or received, count, code, *others
     return sent, received, count // size if op == "all_to_all" else count, code, *others
+
+
+def most_held(device: torch.device) -> float:
+    """The most bytes that this rank has held so far: of a GPU by torch's allocator, or by the process."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def physical_memory(device: torch.device) -> int | None:

@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between looks at the store
 _CLOSER_LOOK_S = 0.25  # between looks at who has died
 _NEAR = 32  # ranks on either side that a rank looks after
-_ALL, _LATE, _LOST = "all", "late", "lost"  # how a step ends
+_ALL, _LATE, _LOST, _OVER = "all", "late", "lost", "over"  # how a step ends; over: for a rank between two steps
 _UNPROVED = (
     "does not prove that it knows this rank's secret; every rank of a job has the same AXO_SECRET or AXO_SECRET_FILE,"
     " or none has one"
@@ -205,20 +205,29 @@ class Meeting:
         """Tell those who take the next step, or will, what this rank has raised, or which one it has lost."""
         if isinstance(error, PeerLost):
             self._end(_LOST, error.peer, str(error).removeprefix(f"{self.who}: "))
+        elif isinstance(error, Timeout):
+            words = str(error).removeprefix(f"{self.who}: ")
+            self._end(_OVER, self.rank, f"rank {self.rank} gave up: {words}")
         else:
             self._end(_LOST, self.rank, f"rank {self.rank} {raised(error)}")
 
     def lost(self) -> tuple[int, str] | None:
-        """A rank that will not take the next step, and what is to be said of it; None: none is known."""
+        """A rank that will not take the next step, and what is to be said of it; None: none is known.
+
+        -1 for one whose own time is over.
+        """
         kind, rank, words = self._end()
         if not kind and (gone := self._dead()) is not None:
             kind, rank, words = self._end(_LOST, *gone)  # a rank that has told why it ends has done so by now
+        if kind == _OVER and rank != self.rank:
+            return -1, words
         return (rank, words) if kind == _LOST else None
 
     def check(self) -> None:
-        """Raises PeerLost when a rank will not take the next step."""
+        """Raises PeerLost when a rank will not take the next step, Timeout when that is as its time is over."""
         if (gone := self.lost()) is not None:
-            raise PeerLost(f"{self.who}: {gone[1]}", gone[0])
+            rank, words = gone
+            raise Timeout(f"{self.who}: {words}") if rank < 0 else PeerLost(f"{self.who}: {words}", rank)
 
     def _await_end(self, keys: list[str], hint: str) -> None:
         """Until all have come."""
@@ -240,6 +249,8 @@ class Meeting:
                 return
             if kind == _LOST:
                 raise PeerLost(f"{self.who}: {words}", rank)
+            if kind == _OVER:
+                raise Timeout(f"{self.who}: {words}")
             if kind == _LATE and re.search(rf"\b{self.rank}\b", words):
                 words = "this rank came too late: the others waited in vain, and have given up"
                 raise Timeout(f"{self.who}: {words}{hint}")

@@ -105,7 +105,7 @@ def host_core(
     except Exception as error:
         if isinstance(error, (Aborted, PeerLost, Timeout)):
             ranks.check()  # another rank has said more
-        if not isinstance(error, (Aborted, Timeout)):
+        if not isinstance(error, Aborted):
             ranks.give_up(error)
         raise
     core.set_timeout(int(seconds * 1000))

@@ -98,7 +98,7 @@ def connect(meeting: Meeting, identities: Sequence[str]) -> Connections:
             peers.raise_failure(who, identities)
             meeting.gather()
         except BaseException as error:
-            if isinstance(error, PeerLost):
+            if isinstance(error, (PeerLost, Timeout)):
                 meeting.give_up(error)
             peers.end(thread)
             peers.close()

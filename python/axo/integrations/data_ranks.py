@@ -47,11 +47,11 @@ class _Gather(torch.autograd.Function):
 
 
 def reduce(tensor: torch.Tensor, comms: Communicators, op: str = "sum") -> torch.Tensor:
-    """A new tensor: ``op`` over the data ranks, each of which counts once. Every rank must call it."""
+    """A new tensor: ``op`` ("mean" too) over the data ranks, each of which counts once. Every rank must call it."""
     result = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     for axis in reversed(comms.arrangement.rows):
-        result = comms.axis(axis).all_reduce(result, op)
-    return result.view(tensor.shape)
+        result = comms.axis(axis).all_reduce(result, "sum" if op == "mean" else op)
+    return (result / comms.data_ranks if op == "mean" else result).view(tensor.shape)
 
 
 def whole_numel(parameters: Iterable[torch.Tensor]) -> int:

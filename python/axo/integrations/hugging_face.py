@@ -109,8 +109,7 @@ def _count_data_ranks(comms: Communicators) -> None:
 
     def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         def one(part: torch.Tensor) -> torch.Tensor:
-            total = data_ranks.reduce(part, comms, "max" if reduction == "max" else "sum")
-            return total / comms.data_ranks if reduction == "mean" else total
+            return data_ranks.reduce(part, comms, reduction if reduction in ("max", "mean") else "sum")
 
         return recursively_apply(one, tensor, error_on_other_type=True)
 

@@ -8,6 +8,7 @@ backward takes twice as many, for the gradients of the input and of the weight.
 from __future__ import annotations
 
 STATISTIC = 4  # bytes of a mean, a deviation, a maximum or a sum: fp32
+LOGITS_CHUNK = 1 << 23  # elements of the logits that ``axo.nn.linear_cross_entropy`` makes at a time: 16 MiB in bf16
 
 
 def linear_flops(rows: float, in_features: int, out_features: int) -> float:
@@ -36,3 +37,9 @@ def embedding(rows: float) -> float:
 def cross_entropy(rows: float, columns: int, itemsize: int, *, capped: bool = False) -> float:
     """Bytes of the logits (before they are ``capped`` too), of ids, and of a maximum and a sum a row."""
     return rows * (itemsize * (1 + capped) * columns + 8 + 2 * STATISTIC)
+
+
+def newton_schulz_flops(shape: tuple[int, ...], steps: int) -> float:
+    """Flops of ``steps`` steps of Newton-Schulz (``axo.optim.newton_schulz``) on a whole matrix."""
+    m, k = sorted(shape)
+    return steps * (4.0 * m * m * k + 2.0 * m**3)

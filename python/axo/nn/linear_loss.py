@@ -24,14 +24,13 @@ import torch
 
 from axo import check
 from axo.matmul import cost
+from axo.matmul.activations import LOGITS_CHUNK
 from axo.matmul.product import DistributedMatmul, check_unchanged, no_autocast, refuse_create_graph
 from axo.matmul.products import compute_dtype
 from axo.nn.linear import Linear
 from axo.nn.loss import REDUCTIONS, VocabularyPart, logits_gradient, row_losses
 from axo.overlap.autograd import SKIP, version_of
 from axo.placement import chunk_size
-
-_CHUNK_ELEMENTS = 1 << 23  # of logits: 16 MiB in bf16
 
 
 def linear_cross_entropy(
@@ -134,7 +133,7 @@ def _step(head: Linear, chunk_rows: int | None) -> int:
     if chunk_rows is not None:
         return check.whole_number("linear_cross_entropy: chunk_rows", chunk_rows, least=1)
     widest = chunk_size(head.out_features, head.matmul.exchange.sizes[head.out_axis])  # all ranks cut alike
-    return max(1, _CHUNK_ELEMENTS // max(1, widest))
+    return max(1, LOGITS_CHUNK // max(1, widest))
 
 
 class _HeadGradients(NamedTuple):

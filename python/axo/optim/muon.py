@@ -42,6 +42,7 @@ from axo.comm.connect import Communicators
 from axo.comm.counting import Count
 from axo.errors import Refused
 from axo.grid import Coords, Grid
+from axo.matmul.activations import newton_schulz_flops
 from axo.optim import newton_schulz
 from axo.optim.newton_schulz import FIRST, Cost
 from axo.placement import Placement, placement_of
@@ -233,9 +234,7 @@ def rounds(placements: list[Placement], grid: Grid) -> list[list[int]]:
         For each round the numbers of its matrices.
     """
     ranks = math.prod(grid.size(axis) for axis in newton_schulz.split_axes(placements[0], grid))
-    order = sorted(
-        range(len(placements)), key=lambda each: -newton_schulz.whole_flops(placements[each].global_shape, 1)
-    )
+    order = sorted(range(len(placements)), key=lambda each: -newton_schulz_flops(placements[each].global_shape, 1))
     return [order[start : start + ranks] for start in range(0, len(order), ranks)]
 
 
@@ -290,7 +289,7 @@ def _owned_cost(placements: list[Placement], grid: Grid, steps: int, itemsize: i
             own, shape = math.prod(placements[number].local_shape(grid, coords)), placements[number].global_shape
             if owner == me:
                 back = _others(placements[number], grid, ranks, me)
-                flops += newton_schulz.whole_flops(shape, steps)
+                flops += newton_schulz_flops(shape, steps)
                 memory = max(memory, newton_schulz.whole_memory(shape, itemsize))
             else:
                 there += own

@@ -32,6 +32,7 @@ import torch
 
 from axo.comm.counting import Count
 from axo.grid import AXES, Coords, Grid
+from axo.matmul.activations import newton_schulz_flops
 from axo.placement import Placement, Range, chunk_bounds
 
 FIRST = Coords(0, 0, 0, 0)  # the rank with the largest parts
@@ -79,12 +80,6 @@ class Cost(NamedTuple):
     memory: int
 
 
-def whole_flops(shape: tuple[int, ...], steps: int) -> float:
-    """Flops of ``steps`` steps on a whole matrix."""
-    m, k = sorted(shape)
-    return steps * (4.0 * m * m * k + 2.0 * m**3)
-
-
 def whole_memory(shape: tuple[int, ...], itemsize: int) -> int:
     """Bytes of a whole matrix in work: its parts as they came, two of its size, two of its products."""
     m, k = sorted(shape)
@@ -98,7 +93,7 @@ def gather_cost(placement: Placement, grid: Grid, steps: int, itemsize: int) -> 
         sent["all_gather", axis] = Count(1, size, size * itemsize)
         moved += (grid.size(axis) - 1) * size * itemsize
         size *= grid.size(axis)
-    return Cost(sent, moved, whole_flops(shape, steps), whole_memory(shape, itemsize))
+    return Cost(sent, moved, newton_schulz_flops(shape, steps), whole_memory(shape, itemsize))
 
 
 def distributed_cost(placement: Placement, grid: Grid, steps: int, itemsize: int, coords: Coords = FIRST) -> Cost:

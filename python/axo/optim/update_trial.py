@@ -11,7 +11,8 @@ milliseconds:
     compared   what the parts have become with the same elements of the whole
 
 What ZeRO cuts is cut as ``Zero`` does, after the optimizer was made: state of construction counts. The user's
-optimizer, parameters and generators are not touched. Not seen: what begins after so few steps, or with sizes above 128.
+optimizer, parameters and generators are not touched. Torch's own are tried once. Others also with fewer steps of larger
+tensors, and with more steps of smaller ones. Not seen: what begins after 128 steps, or with sizes above 512.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from axo.placement import chunk_bounds, placement_of
 
 LIMIT = 1e-3  # of the largest change: equal updates differ by rounding, in fp32 at worst
 KEY = "axo_shards"  # in each group of a state dict: whose shards they are
-_STEPS = 12
-_MOST = 128  # of a dim; some optimizers treat larger matrices otherwise
+_TRIAL = (128, 12)  # the longest dim, and steps
+_FURTHER = ((512, 2), (8, 128))  # some optimizers treat larger matrices otherwise, or later steps
 _OWN = ("state", "param_groups", "defaults")
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
@@ -66,13 +67,21 @@ def try_update(optimizer: Optimizer) -> Differs:
         ``share`` is inf where a part cannot be updated at all, and ``reason`` the error then; with a share of 0 and a
         reason nothing is known.
     """
-    kinds = _kinds(optimizer)
     if torch.compiler.is_compiling() or type(torch.empty(0)) is not torch.Tensor:  # a dry run's, without values
         return Differs()
+    difference = _try(optimizer, *_TRIAL)
+    for most, steps in () if type(optimizer).__module__.startswith("torch.optim.") else _FURTHER:
+        if difference.share <= LIMIT and not difference.reason:
+            difference = _try(optimizer, most, steps)
+    return difference
+
+
+def _try(optimizer: Optimizer, most: int, steps: int) -> Differs:
+    kinds = _kinds(optimizer, most)
     difference = Differs()
     with _disable_current_modes(), _undisturbed():
         for dtype in (torch.float64, torch.float32):  # some kernels know no fp64
-            tensors = [_Small(kind, dtype) for kind in kinds]
+            tensors = [_Small(kind, dtype, steps) for kind in kinds]
             try:
                 whole = _run(optimizer, tensors, None)
             except Exception as error:
@@ -85,7 +94,7 @@ def try_update(optimizer: Optimizer) -> Differs:
     return difference
 
 
-def _kinds(optimizer: Optimizer) -> list[CutShape]:
+def _kinds(optimizer: Optimizer, longest: int) -> list[CutShape]:
     kinds: dict[CutShape, None] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -99,7 +108,7 @@ def _kinds(optimizer: Optimizer) -> list[CutShape]:
                 grid, shape = placement.comms.grid, placement.global_shape
                 dims = tuple(d for d, axes in enumerate(placement.splits) if any(grid.size(axis) > 1 for axis in axes))
                 zero = (placement.state_dim,) if placement.state is not placement and grid.data > 1 else ()
-            most = _MOST if len(shape) < 3 else _MOST // 8
+            most = longest if len(shape) < 3 else max(longest // 8, 4)
             least = dict.fromkeys((*dims, *zero), 4)  # no half of a half is empty
             small = tuple(max(least.get(dim, 0), min(size, most)) for dim, size in enumerate(shape))
             device = torch.device("cpu") if parameter.is_meta else parameter.device
@@ -110,7 +119,7 @@ def _kinds(optimizer: Optimizer) -> list[CutShape]:
 class _Small:
     """A small tensor, and its gradients: of one sign in all steps, in each step of another size in each place."""
 
-    def __init__(self, kind: CutShape, dtype: torch.dtype) -> None:
+    def __init__(self, kind: CutShape, dtype: torch.dtype, steps: int) -> None:
         self.kind = kind
         place = torch.zeros(kind.shape, dtype=dtype, device=kind.device)
         for dim, size in enumerate(kind.shape):  # 0 to 1 along each dim, added up with other weights
@@ -118,7 +127,7 @@ class _Small:
             place += along.view(-1, *(1,) * (len(kind.shape) - dim - 1)) / (1 + dim)
         self.values = torch.cos(97 * place) * (0.2 + place)
         usual = torch.cos(61 * place) * (0.1 + place) ** 2
-        self.gradients = [usual * torch.exp(1.5 * torch.sin(1.3 * step + 5 * place)) for step in range(_STEPS)]
+        self.gradients = [usual * torch.exp(1.5 * torch.sin(1.3 * step + 5 * place)) for step in range(steps)]
 
     def of(self, tensor: torch.Tensor, half: int | None) -> torch.Tensor:
         """That half of a tensor of its shape which a rank has while the optimizer works; None: all of it."""
@@ -147,7 +156,7 @@ def _run(optimizer: Optimizer, small: list[_Small], half: int | None, seed: int 
     step: Any = type(twin).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the hooks of all optimizers
 
-    for number in range(_STEPS):
+    for number in range(len(small[0].gradients)):
 
         def closure(number: int = number) -> torch.Tensor:
             for one, tensor in zip(small, tensors, strict=True):

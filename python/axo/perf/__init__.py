@@ -8,7 +8,7 @@
                       request; profile measures a machine
     one step          layer_time (seconds of a layer and a block), model (a step by closed form), memory, flops
     with stages       cut (where), pipeline_schedule (who runs what when), stages (one step)
-    all grids         planner, others (the next best choices), grid_choice (``--grid auto``), command (a row's command)
+    all grids         planner, grid_choice (``--grid auto``), command (a row's command)
     against the clock clock, simulator (the operations of one grid's step)
     what is printed   output, plots, chrome_trace
 

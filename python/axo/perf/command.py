@@ -58,8 +58,8 @@ def command_line(plan: GridPlan, candidate: Candidate) -> str:
     """Return the command of one candidate; of one that is left out, or that only the planner knows, an empty text."""
     asked, run, model, stages = plan.request, candidate.run, plan.request.workload, candidate.stages
     alone = candidate.algorithm == "axonn" and not model.trained_as
-    if candidate.time is None or not (model.trained_as or alone):
-        return ""
+    if candidate.time is None or not (model.trained_as or alone) or (run.chunked_loss and not alone):
+        return ""  # axo train has whole logits
     overlap = ",".join(name for name in OVERLAPS if name in run.overlap) or "none"
     pieces = run.micro_batches if stages is None and run.micro_batches > 1 else 0
     options: Words = {"--overlap": overlap if len(run.overlap) < len(OVERLAPS) else ""}
@@ -69,7 +69,7 @@ def command_line(plan: GridPlan, candidate: Candidate) -> str:
             "--model": model.file or model.name, "--grid": candidate.grid, "--machine": on.source or on.name,
             "--network": f"{on.network:g}" if on.network else "", "--batch-tokens": asked.batch_tokens,
             "--seq": model.seq_length, "--gather": asked.gather, "--zero": str(run.zero),
-            "--no-checkpoint": run.recompute == "none", **_saves_memory(run),
+            "--no-checkpoint": run.recompute == "none", **_saves_memory(run), "--chunked-loss": run.chunked_loss,
             "--micro-batches": run.micro_batches if run.micro_batches > 1 else 0, **_stages(candidate), **options,
         }  # fmt: skip
         return shlex.join(["axo", "simulate", *_typed(options)])
@@ -93,6 +93,8 @@ def litgpt_line(plan: GridPlan, candidate: Candidate) -> str:
         "recomputation": run.recompute != "none",
         f"ZeRO-{run.zero}": run.zero,
         "sequence parallelism": run.sequence_parallel,
+        "groups of Muon": run.optimizer == "muon",
+        "loss in chunks": run.chunked_loss,
         "dropped weights": grid.z > 1 and run.cached_gathers < 1,
         "a length beyond the model's": _longer(model),
         "overlaps that are off": len(run.overlap) < len(OVERLAPS),
@@ -122,6 +124,7 @@ def _saves_memory(run: RunOptions) -> Words:
     return {
         "--recompute-keeps": "products" if run.selective else "",
         "--offload": "optimizer" if run.offload else "",
+        "--optimizer": run.optimizer if run.optimizer != "adamw" else "",
         "--sequence-parallel": run.sequence_parallel,
     }
 

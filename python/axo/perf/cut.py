@@ -96,7 +96,7 @@ def part(workload: Workload, bounds: Sequence[int], stages: Sequence[int]) -> Wo
     last = len(bounds) - 2
     mine = [kind for stage in stages for kind in stack[bounds[stage] : bounds[stage + 1]]]
     counts = Counter([0] * (0 in stages) + mine + [len(kinds) - 1] * (last in stages))
-    return replace(workload, blocks=tuple(replace(kinds[kind], repeat=counts[kind]) for kind in sorted(counts)))
+    return replace(workload, blocks=tuple(kinds[kind].times(counts[kind]) for kind in sorted(counts)))
 
 
 def planned(workload: Workload, ranks: int, stages: int, order: str) -> list[int]:

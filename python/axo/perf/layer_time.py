@@ -12,19 +12,22 @@ It does not know what overlaps what: ``axo.perf.model`` and ``axo.perf.simulator
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from axo.grid import AXES, Grid
-from axo.matmul import cost
+from axo.matmul import activations, cost
 from axo.perf.layers import Layer, LinearKind, seen
 from axo.perf.machine import Machine
 from axo.perf.run_options import RunOptions
-from axo.perf.workload import Block
+from axo.perf.workload import Block, Workload
 
 T = TypeVar("T")
 OPTIMIZER_BYTES = 32.0  # a parameter: fp32 weight, two moments and gradient read, weight and moments written, bf16 copy
 HOST_BYTES = 28.0  # of an update in the host's memory: weight, gradient and two moments read, all but one written
+MUON_STEPS, MUON_ITEMSIZE = 5, 2  # of Newton-Schulz, and bytes of what it multiplies
 STEPS = {  # what lets steps of Tesseract hide behind the products of others
     cost.BROADCAST_BLOCK: frozenset({"oag"}),
     cost.REDUCE_BLOCK: frozenset({"oar", "ors"}),
@@ -46,8 +49,11 @@ class Network:
         self.shared = {axis: machine.crosses_nodes(grid, axis) for axis in AXES}
 
     def seconds(self, op: str, axis: str, size: float, calls: float = 1.0) -> float:
-        """Return the time of ``calls`` collectives, one after another, into which each rank puts ``size`` bytes."""
-        if not calls:
+        """Return the time of ``calls`` collectives, one after another, into which each rank puts ``size`` bytes.
+
+        Over an axis of one rank nothing is sent.
+        """
+        if not calls or axis not in self.axes:
             return 0.0
         ranks, per_byte, ring, tree = self.axes[axis]
         ring, tree = calls * ring, calls * tree
@@ -60,15 +66,29 @@ class Network:
         return 2 * (ranks - 1) / ranks * size * per_byte + 2 * min(ring, tree)
 
 
-def optimizer_seconds(machine: Machine, grid: Grid, run: RunOptions, shard: float) -> float:
-    """Return the seconds of the optimizer's step for a rank's ``shard`` of the parameters.
+def optimizer_seconds(machine: Machine, grid: Grid, run: RunOptions, workload: Workload) -> float:
+    """Return the seconds of the optimizer's step on a rank.
 
-    Offloaded, gradients come down, the host updates and parameters go up, all three at the same time in pieces.
+    Offloaded, gradients come down, the host updates and parameters go up, all three at the same time in pieces. Muon's
+    matrices are those of owners (``axo.optim.muon``), or every rank gathers them, whichever is faster.
     """
-    mine = run.optimizer_share(grid) * shard
+    mine = run.optimizer_share(grid) * run.shard(grid, workload.parameters)
     if not run.offload:
-        return OPTIMIZER_BYTES * mine / (1e9 * machine.memory_gbs)
+        update = OPTIMIZER_BYTES * mine / (1e9 * machine.memory_gbs)
+        return update + (_orthogonalized(machine, grid, run, workload) if run.optimizer == "muon" else 0.0)
     return max(run.weights * mine / machine.host_link_gbs, HOST_BYTES * mine / machine.host_memory_gbs) / 1e9
+
+
+def _orthogonalized(machine: Machine, grid: Grid, run: RunOptions, workload: Workload) -> float:
+    axes = [axis for axis in AXES if grid.size(axis) > 1 and (axis != "data" or run.zero)]
+    ranks = math.prod(grid.size(axis) for axis in axes)
+    rate = min((machine.bandwidth(grid, axis) for axis in axes), default=math.inf)
+    seconds = 0.0
+    for many, one in workload.matrices:
+        work = activations.newton_schulz_flops((one.out_features, one.in_features), MUON_STEPS) / machine.gemm_flops
+        travels = (ranks - 1) / ranks * MUON_ITEMSIZE * one.in_features * one.out_features / rate
+        seconds += min(many * (work + travels), -(-many // ranks) * (work + 2 * travels))
+    return seconds
 
 
 def data_seconds(network: Network, reduced: float, shard: float, run: RunOptions, times: int = 0) -> float:
@@ -104,6 +124,9 @@ class AxisCost(NamedTuple):
     hidden_forward: float
 
 
+SILENT = AxisCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 class LayerCost(NamedTuple):
     """Seconds of one layer, one micro-batch.
 
@@ -135,14 +158,20 @@ def layer_cost(
     blocks = grid.x if square and isinstance(layer, LinearKind) else 1
     products = layer.seconds(run.held_as(grid), rows, machine, seen(seq_length), run.token_ranks(grid))
     forward, input_grad, weight_grad = (blocks * seconds for seconds in products)
+    if isinstance(layer, LinearKind) and layer.in_chunks(run):
+        forward, input_grad, weight_grad = forward + input_grad + weight_grad, 0.0, 0.0
+    again = 0.0 if layer.results_stay else forward
+    calls = layer.calls(grid, rows * (grid.x * grid.z if square else 1), run)
+    if not calls:
+        return LayerCost(forward, input_grad, weight_grad, again, 0.0, 0.0, 0.0, 0.0, SILENT, SILENT)
     sums = {axis: dict.fromkeys(("output", "blocking", "reduce", *STEPS_OF.values()), 0.0) for axis in "xy"}
     gather = scatter = reduced = reduces = 0.0
-    for call in layer.calls(grid, rows * (grid.x * grid.z if square else 1), run):
-        calls = layer.experts * call.calls
+    for call in calls:
+        times = layer.experts * call.calls
         if call.axis == "data":
-            reduced, reduces = reduced + calls * call.elements * call.itemsize, reduces + calls
+            reduced, reduces = reduced + times * call.elements * call.itemsize, reduces + times
             continue
-        seconds = calls * network.seconds(call.op, call.axis, call.elements * call.itemsize)
+        seconds = times * network.seconds(call.op, call.axis, call.elements * call.itemsize)
         if call.purpose == cost.REDUCE_WEIGHT_GRAD or (call.purpose == cost.SCATTER_WEIGHT_GRAD and not square):
             scatter += seconds
         elif call.purpose == cost.GATHER_WEIGHT and not square:
@@ -161,7 +190,6 @@ def layer_cost(
         blocking += shown_backward * steps_backward
         both = hidden + (1.0 - shown_backward) * steps_backward
         over.append(AxisCost(output, output, blocking, reduce, max(0.0, reduce - weight_grad), both, hidden))
-    again = 0.0 if layer.results_stay else forward
     return LayerCost(forward, input_grad, weight_grad, again, gather, scatter, reduced, reduces, *over)
 
 
@@ -212,33 +240,33 @@ class Costs:
 
     def once(self, key: object, compute: Callable[[], T]) -> T:
         """What ``compute`` returns, or has returned for this key."""
-        if key not in self._values:
-            self._values[key] = compute()
-        value: T = self._values[key]
-        return value
+        value: Any = self._values.get(key, self)  # a key is hashed once: that takes as long as some of what is kept
+        if value is self:
+            value = self._values[key] = compute()
+        return value  # type: ignore[no-any-return]
 
     def network(self, grid: Grid) -> Network:
         """The network of one grid."""
         return self.once(grid, lambda: Network(self.machine, grid))
 
     def layer(self, layer: Layer, grid: Grid, rows: int, run: RunOptions) -> LayerCost:
-        """The cost of a layer; ``rows`` of one data-parallel group. It does not depend on how many ranks data has."""
+        """The cost of a layer; ``rows`` of one data-parallel group."""
         return self.once(
-            (layer, *_where(grid, rows, run)),
+            (layer, grid.data > 1, *_where(grid, rows, run)),
             lambda: layer_cost(layer, grid, rows, run, self.machine, self.network(grid), self.seq_length),
         )
 
     def block(self, block: Block, grid: Grid, rows: int, run: RunOptions) -> BlockCost:
-        """The cost of a block; ``rows`` of one data-parallel group."""
+        """The cost of a block; ``rows`` of one data-parallel group. It is the same for any number of them."""
 
         def add_up() -> BlockCost:
-            last = block.unsummed(grid, run)
-            costs = [self.layer(one, grid, rows, run) for one in block.layers]
+            last, on = block.unsummed(grid, run), replace(grid, data=2)
+            costs = [self.layer(one, on, rows, run) for one in block.layers]
             return block_cost(costs, None if last is None else block.layers.index(last))
 
         return self.once((block.once, *_where(grid, rows, run)), add_up)
 
 
 def _where(grid: Grid, rows: int, run: RunOptions) -> tuple[object, ...]:
-    """What the cost of a layer depends on beside the layer."""
-    return grid.x, grid.y, grid.z, grid.data > 1, rows, *run.of_layer
+    """What the cost of a block depends on beside the block."""
+    return grid.x, grid.y, grid.z, rows, *run.of_layer

@@ -34,6 +34,7 @@ SPLIT = (8.0, 8.0)  # q, k, v taken apart and laid out by heads; rotary embeddin
 ACTIVATION_GATED, ACTIVATION = (6.0, 10.0), (4.0, 6.0)  # bf16
 FP32 = 4  # bytes; of statistics
 LOSS_CHUNK = 1 << 18  # elements of a temporary of the loss, of which there are two at a time
+AGAIN = (cost.BACKWARD, cost.GATHER_WEIGHT)  # what a head whose loss comes in chunks has no need of
 Seconds = tuple[float, float, float]  # of forward, dI (or the whole backward of a layer without weights) and dW
 
 
@@ -172,6 +173,7 @@ class LinearKind(Layer):
             ``kv_groups`` groups; neighbours along x share a group where there are fewer groups than ranks.
         gathers: The first of those that read the same tokens, which sequence parallelism gathers.
         tied: Its weight is the embedding's, which counts it.
+        head: It makes the logits.
     """
 
     bias: bool = False
@@ -180,6 +182,7 @@ class LinearKind(Layer):
     kv_features: int = 0
     gathers: bool = False
     tied: bool = False
+    head: bool = False
 
     kind = "linear"
     results_stay = True
@@ -217,13 +220,22 @@ class LinearKind(Layer):
             tokens = cost.gather_sequence(
                 grid, rows, self.in_features, itemsize=run.itemsize, recompute=recompute, coords=where["coords"]
             )
-        return tokens + cost.linear(
+        calls = tokens + cost.linear(
             grid, rows, self.in_features, self.out_features, self.bias, transposed=self.transposed,
             itemsize=run.itemsize, recompute=recompute, gathers=gathers,
             input_grad=self.input_grad and (square or not self.shares_input),  # else summed with the first's
             copied_features=self.kv_features if copies > 1 else 0, copies=copies,
             sequence_parallel=run.sequence_parallel, **where,
         )  # fmt: skip
+        if self.in_chunks(run):
+            calls = _in_chunks(
+                [one for one in calls if (one.phase, one.purpose) != AGAIN], rows, self.out_features, grid
+            )
+        return calls
+
+    def in_chunks(self, run: RunOptions) -> bool:
+        """Whether its logits are made in chunks of rows, with the loss and all of its gradients."""
+        return self.head and run.chunked_loss
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
         seconds = self.experts * machine.gemm_seconds(int(rows), *self.local_sizes(grid))
@@ -237,9 +249,11 @@ class LinearKind(Layer):
         others_keep = self.shares_input and not (split and self.gathers) and once
         # Else its output's gradient is that of the stream, already counted; with split tokens it is gathered first.
         apart = not self.transposed or run.stream != run.itemsize or run.token_ranks(grid) > 1
-        whole = self.parameters / (grid.x * grid.y)
+        whole, chunks = self.parameters / (grid.x * grid.y), self.in_chunks(run)
+        apart = apart and not chunks
+        early = FP32 * into * out * chunks  # its weight's gradient, and in place of its input that one's
         return LayerBytes(
-            saved=0.0 if others_keep else activations.linear(mine, into, run.itemsize),
+            saved=early + (0.0 if others_keep else activations.linear(mine, into, run.itemsize)),
             through=run.itemsize * mine * (into + out * apart),
             results=run.itemsize * mine * out,
             of_weights=self.weight_read(grid, run),
@@ -412,7 +426,8 @@ class LossKind(Layer):
     def _calls(
         self, grid: Grid, rows: int, run: RunOptions, recompute: bool, gathers: int, where: dict[str, Any]
     ) -> list[cost.Call]:
-        return cost.cross_entropy(grid, rows, **where)
+        calls = cost.cross_entropy(grid, rows, **where)
+        return _in_chunks(calls, rows, self.out_features, grid) if run.chunked_loss else calls
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
         seconds = 8.0 * rows * chunk(self.out_features, grid.x) / (1e9 * machine.memory_gbs)  # fp32 logits, twice
@@ -420,6 +435,10 @@ class LossKind(Layer):
 
     def bytes(self, grid: Grid, rows: int, run: RunOptions) -> LayerBytes:
         mine, columns = self.my_rows(grid, rows, run), chunk(self.out_features, grid.x)
+        if run.chunked_loss:
+            return LayerBytes(
+                0.0, run.itemsize * min(activations.LOGITS_CHUNK, mine * columns) + FP32 * 2.0 * LOSS_CHUNK
+            )
         saved = activations.cross_entropy(mine, columns, run.itemsize, capped=self.capped)
         return LayerBytes(saved, FP32 * min(2.0 * LOSS_CHUNK, mine * columns))  # its temporaries are of a few rows
 
@@ -427,3 +446,12 @@ class LossKind(Layer):
 def _moved(moves: tuple[float, float], elements: float, machine: Machine) -> Seconds:
     forward, backward = (each * elements / (1e9 * machine.memory_gbs) for each in moves)
     return forward, backward, 0.0
+
+
+def _in_chunks(calls: list[cost.Call], rows: int, columns: int, grid: Grid) -> list[cost.Call]:
+    """What is sent for logits and loss, in as many pieces as ``axo.nn.linear_cross_entropy`` makes."""
+    mine, made = chunk(rows, grid.z), (cost.REDUCE_OUTPUT, cost.STATISTICS)
+    pieces = -(-mine // max(1, activations.LOGITS_CHUNK // chunk(columns, grid.x)))
+    return [
+        one._replace(elements=-(-one.elements // pieces), calls=pieces) if one.purpose in made else one for one in calls
+    ]

@@ -16,7 +16,7 @@ import math
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -30,8 +30,7 @@ _FOLDER = Path(__file__).parent / "data" / "machines"
 PROFILED = "machine.yaml"  # where axo profile writes
 
 
-@dataclass(frozen=True)
-class Gemm:
+class Gemm(NamedTuple):
     """A measured product: C[m, n] = A[m, k] B[k, n] ran at ``tflops``."""
 
     m: int
@@ -98,13 +97,11 @@ class Machine:
 
     def bandwidth(self, grid: Grid, axis: str) -> float:
         """Return bytes a second that one ring of ``axis`` gets (equation (10); placement-aware)."""
-        inner = grid.stride(axis)
-        size = grid.size(axis)
+        inner, size = grid.stride(axis), grid.size(axis)
         if inner * size <= self.gpus_per_node:
             return 1e9 * self.intra(inner, size)
-        measured = self.cross_gbs.get((inner, size))
-        if measured is not None:
-            return 1e9 * measured
+        if (inner, size) in self.cross_gbs:
+            return 1e9 * self.cross_gbs[inner, size]
         return 1e9 * self.inter_gbs * self.network_fraction / min(self.gpus_per_node, inner)
 
     def intra(self, inner: int, size: int) -> float:
@@ -112,15 +109,10 @@ class Machine:
 
         The nearest entry with the same ``inner`` serves sizes that were not measured, then the slowest of all.
         """
-        exact = self.intra_gbs.get((inner, size))
-        if exact is not None:
-            return exact
-        near = [
-            (abs(math.log(s / max(size, 1))), bandwidth) for (i, s), bandwidth in self.intra_gbs.items() if i == inner
-        ]
-        if near:
-            return min(near)[1]
-        return min(self.intra_gbs.values()) if self.intra_gbs else self.inter_gbs
+        if (inner, size) in self.intra_gbs:
+            return self.intra_gbs[inner, size]
+        near = [(abs(math.log(s / max(size, 1))), gbs) for (i, s), gbs in self.intra_gbs.items() if i == inner]
+        return min(near)[1] if near else min(self.intra_gbs.values(), default=self.inter_gbs)
 
     def latency(self, grid: Grid, axis: str) -> tuple[float, float]:
         """Return (seconds of one turn of a ring over ``axis``, seconds of one way up a tree over it).
@@ -163,17 +155,13 @@ class Machine:
     def gemm_seconds(self, m: int, k: int, n: int) -> float:
         """Return the time of one product: of the nearest measured one, else its flops and its bytes (bf16) added."""
         flops = 2.0 * m * k * n
-        if self.gemms:
-            return flops / (1e12 * self.gemm_fraction * self._measured(m, k, n))
-        return flops / self.gemm_flops + 2.0 * (m * k + k * n + m * n) / (1e9 * self.memory_gbs)
+        if not self.gemms:
+            return flops / self.gemm_flops + 2.0 * (m * k + k * n + m * n) / (1e9 * self.memory_gbs)
 
-    def _measured(self, m: int, k: int, n: int) -> float:
-        """Rate of the nearest measured product, sizes compared by their logarithms."""
-
-        def far(gemm: Gemm) -> float:
+        def far(gemm: Gemm) -> float:  # sizes compared by their logarithms
             return sum(math.log(a / b) ** 2 for a, b in ((m, gemm.m), (k, gemm.k), (n, gemm.n)) if a and b)
 
-        return min(self.gemms, key=far).tflops
+        return flops / (1e12 * self.gemm_fraction * min(self.gemms, key=far).tflops)
 
     def with_network(self, gigabits: float) -> Machine:
         """Return this machine with other NICs: ``gigabits`` (Gb/s) of a node together, one direction.
@@ -232,9 +220,8 @@ def measured_here() -> str:
     Raises:
         ValueError: There is none; says what to choose.
     """
-    path = Path(PROFILED)
-    if path.is_file():
-        return str(path)
+    if Path(PROFILED).is_file():
+        return PROFILED
     raise ValueError(
         f"no machine is named and there is no {PROFILED} here; add --machine with one of {', '.join(known())}, or"
         f" measure this one: axo profile --out {PROFILED}"
@@ -256,11 +243,16 @@ ASSUMED = {
 
 _MOST = 1e15  # of any number in a file, so that nothing computed from it is infinite
 _MOST_A_NODE = 65536
-
-# The numbers of a file, and whether each must be given; ``network`` is of the command.
+_SHARES = {  # the largest, and how that is said
+    "gemm_fraction": (2.0, "; a value near or under 1 is meant"),
+    "network_fraction": (2.0, "; a value near or under 1 is meant"),
+    "contention": (math.nextafter(1.0, 0.0), " under 1"),
+}
 _MAY_BE_ZERO = ("latency", "layer", "contention", "attention")
-_NUMBERS = {each.name: each.default is MISSING for each in fields(Machine) if each.type == "float"}
-del _NUMBERS["network"]
+# The numbers of a file, and whether each must be given; ``network`` is of the command.
+_NUMBERS = {
+    one.name: one.default is MISSING for one in fields(Machine) if one.type == "float" and one.name != "network"
+}
 _OTHERS = "name gpus_per_node intra_gbs cross_gbs gemms calibrated_on description sources profiled".split()
 
 
@@ -283,28 +275,30 @@ class _MachineFile:
     """A composed YAML mapping, and the Machine that it describes; what is wrong is told with its line and field."""
 
     def __init__(self, path: Path, root: Any) -> None:
-        self.path, self.lines = path, dict[str, int]()
+        self.path, self.values, self.lines = path, dict[str, Any](), dict[str, int]()
         if not isinstance(root, yaml.MappingNode):
             raise ValueError(
                 f"machine file {path}, line 1: expected fields such as 'gpus_per_node: 4', got something else"
             )
-        self.nodes = {name: node for name, node, _ in self.entries(root)}
-        self.values = {name: self.value(name, node) for name, node in self.nodes.items()}
+        self.nodes = self.entries(root)
+        for name, (node, line) in self.nodes.items():
+            self.lines[name] = line
+            self.values[name] = self.value(name, node)
 
     def fail(self, name: str, what: str, line: int = 0) -> ValueError:
-        line = line or self.lines.get(name, 1)
-        return ValueError(f"machine file {self.path}, line {line}, field {files.shown(name)}: {what}")
+        return ValueError(
+            f"machine file {self.path}, line {line or self.lines.get(name, 1)}, field {files.shown(name)}: {what}"
+        )
 
-    def entries(self, root: Any, field: str = "") -> list[tuple[str, Any, int]]:
-        """(key, node, line) of each entry of a mapping: of the file's, or of a field's."""
-        entries = [(str(key.value), node, key.start_mark.line + 1) for key, node in root.value]
-        seen = dict[str, int]()
-        for key, _, line in entries:
-            if key in seen:
-                twice = "has an entry twice" if field else f"is given twice, first in line {seen[key]}"
-                raise self.fail(field or key, twice, line)
-            seen[key] = line
-        self.lines |= {} if field else seen
+    def entries(self, root: Any, field: str = "") -> dict[str, tuple[Any, int]]:
+        """The nodes of a mapping, of the file or of a field of it, and their lines, by key."""
+        entries = dict[str, tuple[Any, int]]()
+        for key, node in root.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in entries:
+                twice = "has an entry twice" if field else f"is given twice, first in line {entries[name][1]}"
+                raise self.fail(field or name, twice, line)
+            entries[name] = node, line
         return entries
 
     def value(self, name: str, node: Any) -> Any:
@@ -314,11 +308,14 @@ class _MachineFile:
             # a date that there is not, a number of thousands of digits or, with !!int, of none
             raise self.fail(name, str(error)) from None
 
-    def number(self, name: str, value: Any, *, zero: bool = False, line: int = 0) -> float:
+    def number(self, name: str, value: Any, *, line: int = 0) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_MOST <= value <= _MOST:
             raise self.fail(name, f"{files.shown(value)} is not a number", line)
-        if value < 0 or (value == 0 and not zero):
+        if value < 0 or (value == 0 and not name.startswith(_MAY_BE_ZERO)):
             raise self.fail(name, f"{value!r} must be above 0", line)
+        most, why = _SHARES.get(name, (math.inf, ""))
+        if value > most:
+            raise self.fail(name, f"{float(value)} is not a share{why}")
         return float(value)
 
     def machine(self) -> Machine:
@@ -330,21 +327,15 @@ class _MachineFile:
         gpus, rows = given["gpus_per_node"], given.get("calibrated_on") or []
         if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= _MOST_A_NODE:
             raise self.fail("gpus_per_node", f"{files.shown(gpus)} is not a whole number from 1 to {_MOST_A_NODE}")
-        numbers = {name: self.number(name, given[name], zero=name.startswith(_MAY_BE_ZERO))
-                   for name in _NUMBERS if name in given}  # fmt: skip
-        for name, most, why in (
-            ("gemm_fraction", 2.0, "; a value near or under 1 is meant"),
-            ("network_fraction", 2.0, "; a value near or under 1 is meant"),
-            ("contention", math.nextafter(1.0, 0.0), " under 1"),
-        ):
-            if numbers.get(name, 0.0) > most:
-                raise self.fail(name, f"{numbers[name]} is not a share{why}")
         if not isinstance(rows, list):
             raise self.fail("calibrated_on", f"{files.shown(rows)} is not a list of what was measured")
+        numbers = {name: self.number(name, given[name]) for name in _NUMBERS if name in given}
+        inside = given["intra_gbs"]  # a table, or one figure for the whole node
         return Machine(
             name=str(given.get("name", self.path.stem)),
             gpus_per_node=gpus,
-            intra_gbs=self.intra(gpus),
+            intra_gbs=self.table("intra_gbs") if isinstance(inside, dict) else
+            dict.fromkeys(((inner, gpus) for inner in range(1, gpus + 1)), self.number("intra_gbs", inside)),
             cross_gbs=self.table("cross_gbs") if "cross_gbs" in given else {},
             gemms=self.gemms() if given.get("gemms") else (),
             calibrated_on=tuple(map(str, rows)),
@@ -352,19 +343,13 @@ class _MachineFile:
             source=self.path.stem if self.path.parent == _FOLDER else str(self.path),
             description=str(given.get("description", "")),
             **(ASSUMED | numbers),
-        )
-
-    def intra(self, gpus: int) -> dict[tuple[int, int], float]:
-        value = self.values["intra_gbs"]
-        if isinstance(value, dict):
-            return self.table("intra_gbs")
-        return {(inner, gpus): self.number("intra_gbs", value) for inner in range(1, gpus + 1)}
+        )  # fmt: skip
 
     def table(self, name: str) -> dict[tuple[int, int], float]:
         if not isinstance(self.values[name], dict):
             raise self.fail(name, f"{files.shown(self.values[name])} is not a table of INNERxSIZE: GB/s")
         table = {}
-        for key, node, line in self.entries(self.nodes[name], name):
+        for key, (node, line) in self.entries(self.nodes[name][0], name).items():
             parts = key.split("x")
             if len(parts) != 2 or not all(part.isdecimal() and 0 < int(part) <= _MOST for part in parts):
                 raise self.fail(name, f"{files.shown(key)} is not of the form INNERxSIZE, such as 2x4", line)
@@ -372,13 +357,14 @@ class _MachineFile:
         return table
 
     def gemms(self) -> tuple[Gemm, ...]:
-        rows, gemms = self.values["gemms"], []
+        rows, gemms = self.values["gemms"], list[Gemm]()
         if not isinstance(rows, list):
             raise self.fail("gemms", "is not a list of {m, k, n, tflops}")
-        for row, node in zip(rows, self.nodes["gemms"].value, strict=True):
+        for row, node in zip(rows, self.nodes["gemms"][0].value, strict=True):
             line = node.start_mark.line + 1
-            if not isinstance(row, dict) or not {"m", "k", "n", "tflops"} <= set(row):
-                raise self.fail("gemms", f"{files.shown(row)} lacks one of m, k, n, tflops", line)
-            m, k, n, tflops = (self.number("gemms", row[part], line=line) for part in ("m", "k", "n", "tflops"))
-            gemms.append(Gemm(math.ceil(m), math.ceil(k), math.ceil(n), tflops))
+            if not isinstance(row, dict) or not set(Gemm._fields) <= set(row):
+                raise self.fail("gemms", f"{files.shown(row)} lacks one of {', '.join(Gemm._fields)}", line)
+            *sizes, tflops = (self.number("gemms", row[part], line=line) for part in Gemm._fields)
+            m, k, n = map(math.ceil, sizes)
+            gemms.append(Gemm(m, k, n, tflops))
         return tuple(gemms)

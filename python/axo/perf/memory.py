@@ -139,7 +139,7 @@ def of_model(costs: Costs, workload: Workload, grid: Grid, run: RunOptions) -> M
     if run.algorithm != "axonn":
         return estimate(workload, grid, run, costs)
     cut = (run.zero, grid.data) if run.zero else (0, grid.data > 1)
-    how = (run.rows, run.micro_batches > 1, *run.of_block)
+    how = (run.rows, run.micro_batches > 1, run.optimizer, *run.of_block)
     one = costs.once(
         (workload, "memory", grid.x, grid.y, grid.z, *cut, *how),
         lambda: estimate(workload, grid, run._replace(offload=False), costs),
@@ -201,12 +201,15 @@ def estimate(workload: Workload, grid: Grid, run: RunOptions, costs: Costs | Non
                 extra.append(gradients.held() + working - freed)
             gradients.made, freed = gradients.made + one.all.gradient, freed + frees
     shard, share = gradients.shard, gradients.share
-    copied = run.itemsize != run.weights and not gradients.alone
+    copied, states = run.itemsize != run.weights and not gradients.alone, 2.0 * shard  # moments
+    if run.optimizer == "muon":  # one of a matrix
+        matrices = sum(many * one.in_features * one.out_features for many, one in workload.matrices)
+        states -= (matrices + workload.copied(grid)) / (grid.x * grid.y * grid.z)
     waiting = min((1 - share) * run.itemsize * shard, run.bucket_bytes)  # with ZeRO-2, a bucket at a time is whole
     return Memory(
         weights=run.weights * (shard + workload.tables),
         gradients=run.weights * shard * share,
-        optimizer=0.0 if run.offload else 2.0 * run.weights * shard * run.optimizer_share(grid),
+        optimizer=0.0 if run.offload else run.weights * states * run.optimizer_share(grid),
         buckets=run.itemsize * shard * share * copied + waiting,
         gathered=gathered,
         kept=kept,
@@ -219,7 +222,8 @@ def estimate(workload: Workload, grid: Grid, run: RunOptions, costs: Costs | Non
 
 def _head(block: Block, one: _BlockBytes, run: RunOptions, gradients: _Gradients, gathered: float) -> float:
     """Bytes of the block of the loss, beside what it saves: before its backward, or at the fullest moment of it."""
-    grid, before = gradients.grid, run.cached_gathers * one.all.of_weights + one.layers[-1].through
+    grid, weight = gradients.grid, one.all.of_weights * max(run.cached_gathers, run.chunked_loss)
+    before = weight + one.layers[-1].through
     during = one.all.of_weights + _backward(block, one, grid, run) + gradients.held()
     biased = any(isinstance(layer, LinearKind) and layer.bias for layer in block.layers)
     if run.itemsize != run.weights and grid.data > 1 and not biased:

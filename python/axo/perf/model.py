@@ -92,7 +92,7 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: RunOptions, c
     )
     step = StepTime(pieces * one.compute, exposed, sent)
     step.contend(machine)
-    step.optimizer = optimizer_seconds(machine, grid, run, shard)
+    step.optimizer = optimizer_seconds(machine, grid, run, workload)
     return step
 
 
@@ -106,7 +106,7 @@ def micro_batch(workload: Workload, grid: Grid, run: RunOptions, costs: Costs) -
             overlay.add(block, costs.block(block, grid, rows, run))
         return overlay.finish()
 
-    return costs.once((workload, grid.x, grid.y, grid.z, grid.data > 1, rows, *run.of_block), lay)
+    return costs.once((workload, grid.x, grid.y, grid.z, rows, *run.of_block), lay)
 
 
 class _Overlay:

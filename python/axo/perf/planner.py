@@ -21,9 +21,10 @@ import bisect
 import gc
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 from axo.grid import AXES, Grid
 from axo.perf import flops, memory, model
@@ -33,7 +34,7 @@ from axo.perf.machine import Machine
 from axo.perf.memory import Memory
 from axo.perf.request import ALGORITHMS as ALGORITHMS
 from axo.perf.request import Request as Request
-from axo.perf.run_options import RunOptions
+from axo.perf.run_options import CHOICES, RunOptions
 from axo.perf.stages import Stages, StageTimes, planned
 
 DAY = 86400.0
@@ -43,16 +44,18 @@ SIZES_TRIED = 2  # of micro-batches of stages, the smallest first
 # (``axo bench exam``): what days and prices are printed with.
 INTERVAL = (0.83, 1.16)
 _TRAFFIC = {
-    "x": "input gradients and outputs of transposed layers",
-    "y": "outputs, norms and input gradients of transposed layers",
-    "z": "gathered weights and scattered gradients",
-    "data": "gradients of the data-parallel groups",
-}
-_TESSERACT_TRAFFIC = {
-    "x": "blocks of weights and of their gradients",
-    "y": "blocks of activations, norms",
-    "z": "weight gradients summed over depth",
-    "data": _TRAFFIC["data"],
+    "axonn": {
+        "x": "input gradients and outputs of transposed layers",
+        "y": "outputs, norms and input gradients of transposed layers",
+        "z": "gathered weights and scattered gradients",
+        "data": "gradients of the data-parallel groups",
+    },
+    "tesseract": {
+        "x": "blocks of weights and of their gradients",
+        "y": "blocks of activations, norms",
+        "z": "weight gradients summed over depth",
+        "data": "gradients of the data-parallel groups",
+    },
 }
 SEARCHED = ("1f1b", "interleaved-1f1b", "zero-bubble")  # schedules that a search tries
 
@@ -91,9 +94,11 @@ class Candidate:
         assert self.time is not None
         return self.time.total
 
-    def keeping(self, share: float) -> Candidate:
-        """The same with another share of the gathered weights kept."""
-        return replace(self, run=self.run._replace(cached_gathers=share))
+    @property
+    def bytes(self) -> float:
+        """Memory of the fullest rank; of a candidate whose memory was counted."""
+        assert self.memory is not None
+        return self.memory.total
 
 
 @dataclass(frozen=True)
@@ -127,16 +132,20 @@ class GridPlan:
         peak = self.request.gpus * self.request.machine.peak_tflops * 1e12
         return 100 * work / (seconds or candidate.seconds) / peak
 
+    def tokens_a_second(self, candidate: Candidate) -> float:
+        """Tokens of the batch a second and GPU."""
+        return self.request.batch_tokens / candidate.seconds / self.request.gpus
+
     def days(self, candidate: Candidate) -> float:
         """Return days to train ``tokens`` tokens (0 when they were not asked)."""
         return self.request.tokens / self.request.batch_tokens * candidate.seconds / DAY
 
     def gpu_hours(self, candidate: Candidate) -> float:
-        """Return GPU hours to train ``tokens`` tokens (0 when they were not asked)."""
+        """The same in GPU hours."""
         return 24 * self.days(candidate) * self.request.gpus
 
     def megawatt_hours(self, candidate: Candidate) -> float:
-        """Return the energy of that, MWh, at the power that the machine file gives (0: it gives none)."""
+        """The energy of that, at the power that the machine file gives (0: it gives none)."""
         return self.gpu_hours(candidate) * self.request.machine.watts / 1e6
 
     def forced(self) -> str:
@@ -152,51 +161,48 @@ class GridPlan:
 
     def decision(self) -> str:
         """Say in one sentence what to take: the best, that it fits, and how far the next one is behind."""
-        best, gpu = self.best, self.request.machine.memory_gib
-        assert best.memory is not None
-        text = f"{best.name} is the fastest: {seconds_text(best.seconds)} a step"
-        text += f"; it fits ({best.memory.total / memory.GIB:.1f} of {gpu:g} GiB)"
+        best = self.best
+        text = f"{best.name} is the fastest: {seconds_text(best.seconds)} a step; it fits"
+        text += f" ({best.bytes / memory.GIB:.1f} of {self.request.machine.memory_gib:g} GiB)"
         if len(self.ranked) == 1:
             return f"{text}; nothing else does."
         second = self.ranked[1]
         return f"{text}; the runner-up, {second.name}, is {100 * (second.seconds / best.seconds - 1):.1f}% slower."
 
-    def tokens_a_second(self, candidate: Candidate) -> float:
-        """Tokens of the batch a second and GPU."""
-        return self.request.batch_tokens / candidate.seconds / self.request.gpus
-
     def why(self, candidate: Candidate) -> str:
         """Say in one sentence where the time of a candidate goes and what stands between it and the best."""
         if candidate.time is None:
             return f"{candidate.name} is left out: {candidate.reason}."
-        time = candidate.time
+        time, best = candidate.time, self.best
         worst = max(AXES, key=lambda axis: time.exposed[axis])
-        traffic = _TRAFFIC if candidate.algorithm == "axonn" else _TESSERACT_TRAFFIC
         text = f"{candidate.name}: products take {100 * time.compute / time.total:.0f}% of {seconds_text(time.total)}"
         if time.exposed_total > 0:
-            text += f"; {seconds_text(time.exposed_total)} of communication show, most on {worst} ({traffic[worst]})"
+            text += f"; {seconds_text(time.exposed_total)} of communication show, most on {worst}"
+            text += f" ({_TRAFFIC[candidate.algorithm][worst]})"
         if time.hidden > 0.005 * time.total:
             text += f", {seconds_text(time.hidden)} hide behind products"
         if candidate.stages is not None:
             text += f"; stages wait {seconds_text(time.bubble)} for each other ({100 * time.bubble / time.total:.0f}%)"
-        best = self.best
-        if best is candidate:
-            if len(self.ranked) > 1:
-                second = self.ranked[1]
-                text += f"; {second.name} comes next at {100 * (second.seconds / time.total - 1):+.1f}%"
-            return text + "."
-        assert best.time is not None
-        behind = f"{100 * (time.total / best.time.total - 1):+.1f}% against {best.name}"
-        return f"{text}; {behind}, most of it {cause(time, best.time)}."
+        if best is candidate and len(self.ranked) > 1:
+            second = self.ranked[1]
+            text += f"; {second.name} comes next at {100 * (second.seconds / time.total - 1):+.1f}%"
+        elif best is not candidate:
+            assert best.time is not None
+            text += f"; {100 * (time.total / best.seconds - 1):+.1f}% against {best.name}, most of it"
+            text += f" {cause(time, best.time)}"
+        return text + "."
 
 
 def cause(time: model.StepTime, best: model.StepTime, times: float = 1.0) -> str:
     """Name what costs most in a step that is slower than another; ``times``: how many of it make one step."""
     lost = {f"exposed {axis}": times * time.exposed[axis] - best.exposed[axis] for axis in AXES}
-    lost["products"] = times * time.compute - best.compute
-    lost["products slowed by hidden communication"] = times * time.contention - best.contention
-    lost["stages that wait"] = times * time.bubble - best.bubble
-    lost["the optimizer's step"] = times * time.optimizer - best.optimizer
+    for what, part in (
+        ("products", "compute"),
+        ("products slowed by hidden communication", "contention"),
+        ("stages that wait", "bubble"),
+        ("the optimizer's step", "optimizer"),
+    ):
+        lost[what] = times * getattr(time, part) - getattr(best, part)
     return max(lost, key=lambda name: lost[name])
 
 
@@ -211,22 +217,20 @@ def plan(request: Request, grids: Iterable[Grid] | None = None) -> GridPlan:
     Raises:
         ValueError: No grid is possible; the message says what would make one possible.
     """
-    ranked: list[Candidate] = []
-    left_out: list[Candidate] = []
     collects = gc.isenabled()
     gc.disable()  # nothing that is made here refers to itself, and looking through all of it takes a tenth of the time
     try:
-        for candidate in _considered(request, grids):
-            (left_out if candidate.reason else ranked).append(candidate)
+        every = list(_considered(request, grids))
     finally:
         if collects:
             gc.enable()
-    if not ranked and not left_out and "axonn" in request.algorithms:
+    if not every and "axonn" in request.algorithms:
         raise ValueError(f"plan: pipeline={request.pipeline} stages do not divide {request.gpus} GPUs")
-    if not ranked and not left_out:
+    if not every:
         raise ValueError(
             f"plan: {request.gpus} GPUs have no grid for tesseract, which needs x = y above 1, so a square"
         )
+    ranked, left_out = ([one for one in every if bool(one.reason) == out] for out in (False, True))
     if not ranked:
         raise ValueError(_nothing_fits(request, left_out))
     ranked.sort(key=lambda candidate: (candidate.seconds, candidate.grid.x, candidate.grid.y, candidate.grid.z))
@@ -235,11 +239,10 @@ def plan(request: Request, grids: Iterable[Grid] | None = None) -> GridPlan:
 
 def _considered(request: Request, grids: Iterable[Grid] | None) -> Iterator[Candidate]:
     costs = request.costs()
-    if "axonn" in request.algorithms:
-        for stages in request.pipeline:
-            if request.gpus % stages == 0:
-                for grid in Grid.all(request.gpus // stages) if grids is None else grids:
-                    yield consider(request, grid, stages, costs)
+    for stages in request.pipeline if "axonn" in request.algorithms else ():
+        if request.gpus % stages == 0:
+            for grid in Grid.all(request.gpus // stages) if grids is None else grids:
+                yield consider(request, grid, stages, costs)
     if "tesseract" in request.algorithms:
         for grid in tesseract_grids(request.gpus) if grids is None else grids:
             yield consider(request, grid, 1, costs, algorithm="tesseract")
@@ -266,125 +269,144 @@ def consider(
         tried: The ways that are tried; None: all of the request.
         algorithm: One of ``ALGORITHMS``.
     """
-    costs = costs or request.costs()
-    none = Candidate(grid, request.run_options(algorithm=algorithm),
-                     stages=Stages(stages, request.schedules[0], (0, 0)) if stages > 1 else None)  # fmt: skip
-    reason, sizes = request.impossible(grid, algorithm), list[tuple[int, int]]()
-    if not reason:
-        reason, sizes = _sizes(request, none.run.held_as(grid), stages)
-    if reason:
-        return replace(none, reason=reason)
-    if stages > 1 and not (least := _state(request, grid, stages)).fits(request.machine):
-        return replace(none, memory=least, reason=_needs(request, least).replace("needs", "needs more than"))
-    best: Candidate | None = None
-    shortest, nearest = math.inf, list[Candidate]()  # seconds of the best; those that need too much
-    floors: dict[tuple[object, ...], float] = {}
-    for run in request.ways(grid, algorithm) if tried is None else tried:
-        every = _sized(request, replace(none, run=run), sizes, costs)
-        for one in every if stages > 1 else _that_fit(request, every, costs):
-            time = None
-            if best is not None:
-                as_none = (one.run._replace(recompute="none"), one.stages)
-                if floors.get(as_none, 0.0) >= shortest:  # recomputation is not faster than none
-                    continue
-                time = _time(request, one, costs)
-                total = time.total
-                floors.setdefault(as_none, total)
-                if total >= shortest:
-                    continue  # nor is it faster with less weights kept
-            fitted = _fitted(request, one, costs)
-            assert fitted.memory is not None
-            if not fitted.memory.fits(request.machine):
-                nearest.append(fitted)
+    costs, asked = costs or request.costs(), request.run_options(algorithm=algorithm)
+    none = Candidate(grid, asked, stages=Stages(stages, request.schedules[0], (0, 0)) if stages > 1 else None)
+    reason = request.impossible(grid, algorithm)
+    sizes = reason or _sizes(request, asked.held_as(grid), stages)
+    if isinstance(sizes, str):
+        return replace(none, reason=sizes)
+    if stages > 1 and not (state := _state(request, grid, stages)).fits(request.machine):
+        return replace(none, memory=state, reason=_needs(request, state).replace("needs", "needs more than"))
+    shapes, misfits = _shapes(request, stages, sizes, costs)
+    keeps = 0.0 if request.gather == "drop" or algorithm != "axonn" else 1.0
+    if grid.z == 1 and (stages > 1 or request.gather == "auto"):
+        keeps = 0.0
+    on, best, nearest = _Trial(request, grid, costs), none, none
+    shortest, floors = math.inf, dict[tuple[object, ...], float]()  # seconds of the best; of runs without recomputation
+    ways = request.ways(grid, algorithm) if tried is None else tried
+    smallest = {(way.recompute, way.sequence_parallel): way for way in ways}  # the last: its optimizer's state is
+    for way in ways:
+        every = [
+            (way._replace(micro_batches=pieces, rows=rows, cached_gathers=keeps), cut)
+            for pieces, rows, cut in shapes
+            if way.recompute == "none" or cut is None or not cut.splits
+        ]
+        for run, cut in every if stages > 1 else on.that_fit(every):
+            time, small = None, smallest[run.recompute, run.sequence_parallel]
+            if best.time is None and cut is not None and small is not way and on.misses(small, run, cut):
                 continue
-            if time is None or fitted.run is not one.run:
-                time = _time(request, fitted, costs)
+            if best.time is not None:
+                # Recomputation is not faster than none, nor a step than its stages, nor less weights kept than all.
+                as_none = run._replace(recompute="none")
+                of_stages = (as_none._replace(zero=0, offload=False), cut, "alone")
+                if max(floors.get((as_none, cut), 0.0), floors.get(of_stages, 0.0)) >= shortest:
+                    continue
+                if cut is not None:
+                    least = on.least(run, cut)
+                    if run.recompute == "none":
+                        floors[of_stages] = least
+                    if least >= shortest:
+                        continue
+                time = on.time(run, cut)
+                floors.setdefault((as_none, cut), time.total)
+                if time.total >= shortest:
+                    continue
+            fitted, held = on.fitted(run, cut)
+            if not held.fits(request.machine):
+                if nearest.memory is None or held.total < nearest.memory.total:
+                    nearest = replace(none, run=fitted, memory=held, stages=cut, reason=_needs(request, held))
+                continue
+            if time is None or fitted is not run:
+                time = on.time(fitted, cut)
             if time.total < shortest:
-                best, shortest = replace(fitted, time=time), time.total
-    if best is None and nearest:
-        best = min(nearest, key=lambda one: one.memory.total if one.memory is not None else math.inf)
-        best = replace(best, reason=_needs(request, best.memory))
-    return best or replace(none, reason=_no_stages(request, stages, sizes))
+                best, shortest = replace(none, run=fitted, time=time, memory=held, stages=cut), time.total
+    if best.time is not None or nearest.memory is not None:
+        return best if best.time is not None else nearest
+    return replace(none, reason=misfits[-1] if misfits else "recomputation where backward is split is not planned")
 
 
-def _time(request: Request, one: Candidate, costs: Costs) -> model.StepTime:
-    """Predict a step."""
-    if one.stages is None:
-        return model.predict(request.workload, one.grid, request.machine, one.run, costs)
-    return StageTimes(request.workload, one.grid, request.machine, one.run, costs).predict(one.stages)
+class _Trial:
+    """Times and sizes of one grid, in stages or not."""
+
+    def __init__(self, request: Request, grid: Grid, costs: Costs) -> None:
+        self.request, self.grid, self.costs = request, grid, costs
+        self.workload, self.machine = request.workload, request.machine
+        self.keeps = request.gather != "auto"  # weights that are gathered, whatever fits
+        self.missed: dict[tuple[RunOptions, Stages], bool] = {}
+
+    def stages(self, run: RunOptions) -> StageTimes:
+        return StageTimes(self.workload, self.grid, self.machine, run, self.costs)
+
+    def time(self, run: RunOptions, cut: Stages | None) -> model.StepTime:
+        if cut is None:
+            return model.predict(self.workload, self.grid, self.machine, run, self.costs)
+        return self.stages(run).predict(cut)
+
+    def least(self, run: RunOptions, cut: Stages) -> float:
+        """Seconds that no step takes less than: of its micro-batches alone."""
+        return self.stages(run).estimate(cut)
+
+    def memory(self, run: RunOptions, cut: Stages | None) -> Memory:
+        """What the fullest rank holds."""
+        if cut is None:
+            return memory.of_model(self.costs, self.workload, self.grid, run)
+        return self.stages(run).memory(cut)
+
+    def misses(self, way: RunOptions, run: RunOptions, cut: Stages) -> bool:
+        """Whether a way to run the same micro-batches needs too much."""
+        same = way._replace(
+            micro_batches=run.micro_batches, rows=run.rows, cached_gathers=run.cached_gathers * self.keeps
+        )
+        if (same, cut) not in self.missed:
+            self.missed[same, cut] = not self.memory(same, cut).fits(self.machine)
+        return self.missed[same, cut]
+
+    def fitted(self, run: RunOptions, cut: Stages | None) -> tuple[RunOptions, Memory]:
+        """The same with as many gathered weights kept as fit, where the request leaves that open; and its memory."""
+        if self.request.gather != "auto" or not run.cached_gathers:
+            return run, self.memory(run, cut)
+        none = run._replace(cached_gathers=0.0)
+        least = self.memory(none, cut)
+        if not least.fits(self.machine):
+            return none, least
+        full = self.memory(run, cut)
+        if cut is not None and full.fits(self.machine):
+            return run, full
+        some = run._replace(cached_gathers=share_that_fits(self.machine, full, least))
+        return some, self.memory(some, cut)
+
+    def that_fit(self, every: list[tuple[RunOptions, Stages | None]]) -> list[tuple[RunOptions, Stages | None]]:
+        """Of one way in more and more micro-batches, those from the fewest that fit on; without search this one alone.
+
+        None fits: the last. Smaller micro-batches need less, but that from the second on gradients are added up.
+        """
+
+        def fits(one: tuple[RunOptions, Stages | None]) -> bool:
+            run, cut = one
+            least = run if self.request.gather != "auto" else run._replace(cached_gathers=0.0)
+            return self.memory(least, cut).fits(self.machine)
+
+        first = 0 if fits(every[0]) else bisect.bisect_left(every, True, 1, key=fits)
+        if first == len(every):
+            return every[-1:]
+        return every[first:] if self.request.search else every[first : first + 1]
 
 
-def _memory(request: Request, one: Candidate, costs: Costs) -> Memory:
-    """What the fullest rank holds."""
-    if one.stages is None:
-        return memory.of_model(costs, request.workload, one.grid, one.run)
-    return StageTimes(request.workload, one.grid, request.machine, one.run, costs).memory(one.stages)
-
-
-def _fitted(request: Request, one: Candidate, costs: Costs) -> Candidate:
-    """The same with as many gathered weights kept as fit, where the request leaves that open; and its memory."""
-    full = _memory(request, one, costs)
-    settled = request.gather != "auto" or not one.run.cached_gathers
-    if settled or (one.stages is not None and full.fits(request.machine)):
-        return replace(one, memory=full)
-    none = one.keeping(0.0)
-    least = _memory(request, none, costs)
-    if not least.fits(request.machine):
-        return replace(none, memory=least)
-    some = one.keeping(share_that_fits(request.machine, full, least))
-    return replace(some, memory=_memory(request, some, costs))
-
-
-def _needs(request: Request, held: Memory | None) -> str:
+def _needs(request: Request, held: Memory) -> str:
     """The reason of a grid that needs too much."""
-    assert held is not None
     return f"needs {held.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
 
 
 def _state(request: Request, grid: Grid, ranks: int) -> Memory:
     """The least that a rank holds in so many stages: its share of weights and of the optimizer's state."""
     each = request.run_options().weights * request.workload.parameters / (grid.x * grid.y * grid.z * ranks)
-    moments = 0.0 if request.search or request.offload else 2 * each / (grid.data if request.zero else 1)
+    least = 0 if request.search or request.offload else 1 if request.optimizer == "muon" else 2  # moments
+    moments = least * each / (grid.data if request.zero else 1)
     return Memory(each, 0.0, moments, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def _sized(request: Request, one: Candidate, sizes: list[tuple[int, int]], costs: Costs) -> list[Candidate]:
-    """The micro-batches and stages in which a way to run a grid is tried, with all weights kept that may be kept."""
-    ranks, run = one.pipeline, one.run
-    share = 0.0 if request.gather == "drop" or one.algorithm != "axonn" else 1.0
-    if one.grid.z == 1 and (ranks > 1 or request.gather == "auto"):
-        share = 0.0
-    every = []
-    for pieces, rows in sizes:
-        sized = run._replace(micro_batches=pieces, rows=rows, cached_gathers=share)
-        for schedule in request.schedules if ranks > 1 else ():
-            stages = _stages(request, ranks, schedule, pieces, costs)
-            splits = schedules.schedule_kind(schedule).splits
-            if isinstance(stages, Stages) and not (run.recompute != "none" and splits):
-                every.append(Candidate(one.grid, sized, stages=stages))
-        if ranks == 1:
-            every.append(Candidate(one.grid, sized))
-    return every
-
-
-def _that_fit(request: Request, every: list[Candidate], costs: Costs) -> list[Candidate]:
-    """Of one way in more and more micro-batches, those from the fewest that fit on; without search this one alone.
-
-    None fits: the last. Smaller micro-batches need less, but that from the second on gradients are added up.
-    """
-
-    def fits(one: Candidate) -> bool:
-        least = one if request.gather != "auto" else one.keeping(0.0)
-        return _memory(request, least, costs).fits(request.machine)
-
-    first = 0 if fits(every[0]) else bisect.bisect_left(every, True, 1, key=fits)
-    if first == len(every):
-        return every[-1:]
-    return every[first:] if request.search else every[first : first + 1]
-
-
-def _sizes(request: Request, grid: Grid, stages: int) -> tuple[str, list[tuple[int, int]]]:
-    """Why there can be no micro-batches; or their numbers to try, each with the rows of one data-parallel group.
+def _sizes(request: Request, grid: Grid, stages: int) -> list[tuple[int, int]] | str:
+    """The numbers of micro-batches to try, each with the rows of one data-parallel group; or why there are none.
 
     1, 2, 4, ... down to one sequence a rank, or the number that is asked for; of stages those of the fewest sequences.
     """
@@ -398,31 +420,31 @@ def _sizes(request: Request, grid: Grid, stages: int) -> tuple[str, list[tuple[i
         mine, rest = divmod(request.sequences, data)
         least = stages * max(2 if name == "dualpipev" else 1 for name in request.schedules)
         if rest:
-            return f"z*data={data} does not divide the {request.sequences} sequences, as stages want", []
+            return f"z*data={data} does not divide the {request.sequences} sequences, as stages want"
         if mine < least:
-            return f"a rank has {mine} sequences for {stages} stages, which want {least} micro-batches", []
+            return f"a rank has {mine} sequences for {stages} stages, which want {least} micro-batches"
         if asked and mine % asked:
-            return f"micro_batches={asked} do not divide the {mine} sequences of a rank", []
+            return f"micro_batches={asked} do not divide the {mine} sequences of a rank"
         every = (mine // size for size in range(1, mine // least + 1) if mine % size == 0)
         counts = [asked] if asked else list(itertools.islice(every, SIZES_TRIED))
-    return "", [(pieces, -(-mine // pieces) * grid.z * request.workload.seq_length) for pieces in counts]
+    return [(pieces, -(-mine // pieces) * grid.z * request.workload.seq_length) for pieces in counts]
 
 
-def _stages(request: Request, ranks: int, schedule: str, pieces: int, costs: Costs) -> Stages | str:
-    """The stages of so many micro-batches, or why there are none."""
-    try:
-        schedules.check(schedule, pieces, ranks)
-        return costs.once((ranks, schedule), lambda: planned(request.workload, ranks, schedule))
-    except ValueError as error:
-        return str(error)
-
-
-def _no_stages(request: Request, ranks: int, sizes: list[tuple[int, int]]) -> str:
-    """Why none of the schedules suits."""
-    costs = request.costs()
-    tried = [_stages(request, ranks, name, pieces, costs) for pieces, _ in sizes for name in request.schedules]
-    wrong = [stages for stages in tried if isinstance(stages, str)]
-    return wrong[-1] if wrong else "recomputation where backward is split is not planned"
+def _shapes(
+    request: Request, ranks: int, sizes: list[tuple[int, int]], costs: Costs
+) -> tuple[list[tuple[int, int, Stages | None]], list[str]]:
+    """Each size in the stages of each schedule, or in none; and why schedules do not suit."""
+    if ranks == 1:
+        return [(*size, None) for size in sizes], []
+    shapes, wrong = list[tuple[int, int, Stages | None]](), list[str]()
+    for (pieces, rows), name in itertools.product(sizes, request.schedules):
+        try:
+            schedules.check(name, pieces, ranks)
+            cut = costs.once((ranks, name), partial(planned, request.workload, ranks, name))
+            shapes.append((pieces, rows, cut))
+        except ValueError as error:
+            wrong.append(str(error))
+    return shapes, wrong
 
 
 def share_that_fits(machine: Machine, full: Memory, held: Memory) -> float:
@@ -434,23 +456,17 @@ def share_that_fits(machine: Machine, full: Memory, held: Memory) -> float:
 def _nothing_fits(request: Request, left_out: list[Candidate]) -> str:
     """Say what stood in the way of every grid, and the nearest way out."""
     head = f"plan: no grid of {request.gpus} GPUs can train {request.workload.name} on {request.machine.name}"
-    short = [candidate for candidate in left_out if candidate.memory is not None]
-    if short:
-        nearest = min(short, key=lambda candidate: candidate.memory.total if candidate.memory else 0.0)
-        needed = nearest.memory.total / memory.GIB if nearest.memory else 0.0
+    if short := [candidate for candidate in left_out if candidate.memory is not None]:
+        nearest = min(short, key=lambda candidate: candidate.bytes)
         return (
             f"{head}: not enough memory; the nearest miss is {nearest.grid}, which {nearest.reason}; use"
-            f" {_more_gpus(request)}GPUs of at least {math.ceil(needed)} GiB"
+            f" {_more_gpus(request)}GPUs of at least {math.ceil(nearest.bytes / memory.GIB)} GiB"
         )
-    why = Counter(_kind(candidate.reason) for candidate in left_out).most_common(1)[0][0]
-    example = next(candidate for candidate in left_out if _kind(candidate.reason) == why)
+    of_batch = [candidate.reason.startswith("z*data") for candidate in left_out]
+    example = left_out[of_batch.index(2 * sum(of_batch) > len(of_batch))]  # of the more frequent of two kinds
     counts = _possible_counts(request)
     fits = f"; counts near it that work: {', '.join(map(str, counts))}" if counts else ""
     return f"{head}: {example.reason} (grid {example.grid}; {len(left_out)} grids tried){fits}"
-
-
-def _kind(reason: str) -> str:
-    return "batch" if reason.startswith("z*data") else "sizes"
 
 
 def _more_gpus(request: Request) -> str:
@@ -470,3 +486,69 @@ def _possible_counts(request: Request) -> list[int]:
         return list(itertools.islice(fits, 1))
 
     return nearest(-1) + nearest(1) or [2 ** (request.sequences.bit_length() - 1)]
+
+
+MOST_ASKED = 100  # grids; where nothing of a kind fits on the fastest, it is not of use
+EXPLAINED = ("without stages", "with stages", "axonn", "tesseract")  # kinds of which a sentence says more
+Predicate = Callable[[int, RunOptions], bool]  # of stages, and how it is run
+
+
+def _has(option: str, value: object) -> Predicate:
+    return lambda _, run: getattr(run, option) == value
+
+
+KINDS: dict[str, Predicate] = {
+    "without stages": lambda stages, run: stages == 1,
+    "with stages": lambda stages, run: stages > 1,
+    **{kind: _has(option, value) for option, values in CHOICES.items() for value, kind in values.items()},
+}
+
+
+class Alternative(NamedTuple):
+    """The fastest plan of a kind; where none fits, of the grids that were asked the one that needs least."""
+
+    kind: str
+    candidate: Candidate
+    why: str
+
+
+def others(plan: GridPlan) -> list[Alternative]:
+    """Return the best of each kind that was tried and that ``plan.best`` is not of, and why it is slower.
+
+    No way to run a grid is faster than the time that the plan has for it. So grids are asked in the order of the plan,
+    and the search ends at the first whose time is longer than the best of the kind so far.
+    """
+    costs, alternatives = plan.request.costs(), list[Alternative]()
+    for kind, belongs in KINDS.items():
+        one, stopped = None, False
+        if not belongs(plan.best.pipeline, plan.best.run):
+            one, stopped = _best(plan, belongs, costs)
+        if one is None:
+            continue
+        where = f" on the {MOST_ASKED} fastest grids" if stopped else ""
+        if one.time is None or plan.best.time is None:
+            why = f"does not fit{where}: {one.reason}"
+        else:
+            why = f"most of it {cause(one.time, plan.best.time)}" + (f"; the best{where}" if stopped else "")
+        alternatives.append(Alternative(kind, one, why))
+    return alternatives
+
+
+def _best(plan: GridPlan, belongs: Predicate, costs: Costs) -> tuple[Candidate | None, bool]:
+    """The best of a kind, and whether grids were left unasked that might have been better."""
+    asked, best, stopped = list[Candidate](), None, False
+    for candidate in plan.ranked:
+        if best is not None and candidate.seconds >= best.seconds:
+            break
+        if belongs(candidate.pipeline, candidate.run):
+            return candidate, stopped
+        tried = [run for run in plan.request.ways(candidate.grid) if belongs(candidate.pipeline, run)]
+        if candidate.algorithm != "axonn" or not tried:
+            continue
+        if len(asked) == MOST_ASKED:
+            stopped = True
+            continue
+        asked.append(consider(plan.request, candidate.grid, candidate.pipeline, costs, tried))
+        best = min((one for one in asked if not one.reason), key=lambda one: one.seconds, default=None)
+    short = (one for one in asked if one.memory is not None)
+    return best or min(short, key=lambda one: one.bytes, default=None), stopped

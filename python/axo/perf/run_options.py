@@ -7,11 +7,21 @@ from typing import NamedTuple
 from axo.grid import Grid
 
 OVERLAPS = ("oar", "ors", "oag")
+OPTIMIZERS = ("adamw", "muon")
 RECOMPUTATION = ("none", "selective", "full")
 PRECISIONS = {  # bytes of RunOptions.itemsize, stream and weights
     "bf16-mixed": {"itemsize": 2, "stream": 4, "weights": 4},
     "bf16-true": {"itemsize": 2, "stream": 2, "weights": 2},
     "32-true": {"itemsize": 4, "stream": 4, "weights": 4},
+}
+
+# What may be decided about a step, and what a plan with each value is called beside one with another.
+CHOICES: dict[str, dict[object, str]] = {
+    "algorithm": {"axonn": "axonn", "tesseract": "tesseract"},
+    "recompute": {how: f"{how.replace('none', 'no')} recomputation" for how in RECOMPUTATION},
+    "zero": {0: "no ZeRO", 2: "ZeRO-2"},
+    "offload": {False: "optimizer on the GPU", True: "optimizer in the host's memory"},
+    "sequence_parallel": {False: "no sequence parallelism", True: "sequence parallelism"},
 }
 
 
@@ -36,6 +46,10 @@ class RunOptions(NamedTuple):
         sequence_parallel: The tokens of the residual stream are split over x: the same bytes, but what is on the stream
             (``Layer.on_stream``) has 1/x of the rows, and no product hides the sums of dI.
         algorithm: How products are distributed: "axonn" or "tesseract".
+        optimizer: "adamw" or "muon" (``axo.optim.Muon``: one moment of matrices of hidden layers, which it
+            orthogonalizes).
+        chunked_loss: Logits never exist whole (``axo.nn.linear_cross_entropy``): the forward of head and loss makes
+            them in chunks of rows, and all gradients of the head with them.
     """
 
     batch_tokens: int
@@ -52,16 +66,18 @@ class RunOptions(NamedTuple):
     offload: bool = False
     sequence_parallel: bool = False
     algorithm: str = "axonn"
+    optimizer: str = "adamw"
+    chunked_loss: bool = False
 
     @property
     def of_layer(self) -> tuple[object, ...]:
         """What the collectives and the bytes of a layer depend on, beside rows, overlaps and dtypes."""
-        return self.sequence_parallel, self.algorithm
+        return self.sequence_parallel, self.algorithm, self.chunked_loss
 
     @property
     def of_block(self) -> tuple[object, ...]:
         """The same of a block."""
-        return self.sequence_parallel, self.algorithm, self.recompute, self.cached_gathers
+        return *self.of_layer, self.recompute, self.cached_gathers
 
     @property
     def selective(self) -> bool:
@@ -74,6 +90,7 @@ class RunOptions(NamedTuple):
         words = [] if self.recompute == "none" else [f"{self.recompute} recomputation"]
         words += [f"ZeRO-{self.zero}"] if self.zero else []
         words += ["optimizer offloaded"] * self.offload + ["tokens over x"] * self.sequence_parallel
+        words += ["Muon"] * (self.optimizer == "muon") + ["loss in chunks"] * self.chunked_loss
         return ", ".join(words) or "no recomputation"
 
     def token_ranks(self, grid: Grid) -> int:

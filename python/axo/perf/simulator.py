@@ -197,6 +197,7 @@ class _StepBuilder:
             gathered = () if block.reruns(self.run) else self.gathered(number, place)
             self.blocking(f"{name} backward statistics", cost.x.blocking, cost.y.blocking)
             if not cost.weight_grad:
+                self.blocking(f"{name} dI all-reduce", cost.x.reduce, cost.y.reduce)
                 if cost.input_grad:
                     self.path = self.add(f"{name} backward", COMPUTE, cost.input_grad, self.path + gathered)
                 self.scatter(name, cost, self.path)
@@ -216,8 +217,9 @@ class _StepBuilder:
             done = self.add(f"{name} dW reduce-scatter", "z", cost.scatter, after)
             if "ors" not in self.run.overlap:
                 self.path = tuple(dict.fromkeys(self.path + done))
-        if cost.reduces or cost.scatter:
-            self.gradients.append((name, self.network.seconds("all_reduce", "data", cost.reduced, cost.reduces), done))
+        reduced = self.network.seconds("all_reduce", "data", cost.reduced, cost.reduces)
+        if reduced or cost.scatter:
+            self.gradients.append((name, reduced, done))
 
     def reduce(self) -> None:
         """End a backward pass: it returns when every gradient is complete."""
@@ -233,7 +235,7 @@ class _StepBuilder:
     def finish(self) -> None:
         """Add the optimizer's step, and with ZeRO the gather of what it has updated."""
         shard = self.run.shard(self.grid, self.workload.parameters)
-        seconds = optimizer_seconds(self.machine, self.grid, self.run, shard)
+        seconds = optimizer_seconds(self.machine, self.grid, self.run, self.workload)
         stepped = self.add("optimizer", COMPUTE, seconds, self.path)
         gather = data_seconds(self.network, 0.0, shard, self.run)
         if gather:

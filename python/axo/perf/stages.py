@@ -59,6 +59,11 @@ class Stages:
         blocks = self.bounds[-1]
         return all(self.bounds[i] == round(blocks * i / self.count) for i in range(self.count))
 
+    @property
+    def splits(self) -> bool:
+        """Whether backward comes in two phases."""
+        return schedules.schedule_kind(self.schedule).splits
+
     def of(self, rank: int) -> list[int]:
         """The stages of one rank."""
         return schedules.stages_of(rank, self.count, self.ranks, schedules.schedule_kind(self.schedule).order)
@@ -116,7 +121,7 @@ class StageTimes:
     ) -> None:
         self.workload, self.grid, self.machine, self.run = workload, grid, machine, run
         self.costs = costs or Costs(machine, workload.seq_length)
-        self.network, self.rows = self.costs.network(grid), run.group_rows(grid)
+        self.rows = run.group_rows(grid)
 
     def parts(self, stages: Stages) -> list[tuple[Workload, int, list[tuple[int, int]]]]:
         """The different parts of the model that ranks have: it, how many have it, and which of them may be the fullest.
@@ -135,28 +140,27 @@ class StageTimes:
 
         return self.costs.once((self.workload, stages), cut_up)
 
-    def _times(self, part: Workload, schedule: str) -> PartTimes:
-        run, grid, splits = self.run, self.grid, schedules.schedule_kind(schedule).splits
+    def _times(self, part: Workload, splits: bool) -> PartTimes:
+        each = ([block.repeat * value for value in self._block(block, splits)] for block in part.blocks)
+        return PartTimes._make(map(sum, zip(*each, strict=True)))
 
-        def add_up() -> PartTimes:
-            each = ([block.repeat * value for value in self._one(block, splits)] for block in part.blocks)
-            return PartTimes._make(map(sum, zip(*each, strict=True)))
-
-        return self.costs.once((part, splits, grid.x, grid.y, grid.z, grid.data > 1, self.rows, *run.of_block), add_up)
+    def _block(self, block: Block, splits: bool) -> PartTimes:
+        run, grid = self.run, self.grid
+        where = (grid.x, grid.y, grid.z, self.rows, *run.of_block)
+        return self.costs.once((block.once, splits, *where), lambda: self._one(block, splits))
 
     def _one(self, block: Block, splits: bool) -> PartTimes:
         run, again = self.run, block.reruns(self.run)
         one = self.costs.block(block, self.grid, self.rows, run).all
-        shows, waits = [0.0, 0.0], [0.0, 0.0]
-        for axis, of in enumerate((one.x, one.y)):
-            shows[axis] = of.shown if "oar" in run.overlap and not splits else of.reduce
-            waits[axis] = of.blocking + again * of.again
+        axes = one.x, one.y
+        shows = [of.shown if "oar" in run.overlap and not splits else of.reduce for of in axes]
+        waits = [of.blocking + again * of.again for of in axes]
         rerun = again * (one.again if run.selective else one.forward)
         products, weights = one.forward + one.input_grad + one.weight_grad + rerun, one.weight_grad
         forward = ahead = one.forward + one.x.output + one.y.output
         inputs = one.input_grad + rerun + sum(waits) + sum(shows)
-        shown = [of.output + wait + show for of, wait, show in zip((one.x, one.y), waits, shows, strict=True)]
-        sent = [of.output + wait + of.reduce for of, wait in zip((one.x, one.y), waits, strict=True)]
+        shown = [of.output + wait + show for of, wait, show in zip(axes, waits, shows, strict=True)]
+        sent = [of.output + wait + of.reduce for of, wait in zip(axes, waits, strict=True)]
         shown_z = sent_z = once = once_sent = 0.0
         if one.gather:
             dropped, oag = (1.0 - run.cached_gathers) * one.gather, "oag" in run.overlap
@@ -190,7 +194,7 @@ class StageTimes:
         def add_up() -> tuple[dict[Workload, PartTimes], float]:
             each, groups = {}, []
             for part, count, _ in self.parts(stages):
-                one = each[part] = self._times(part, stages.schedule)
+                one = each[part] = self._times(part, stages.splits)
                 groups.append((count, (one.forward, one.inputs, one.weights)))
             pieces, message = self.run.micro_batches, self.message_seconds()
             return each, schedules.estimate(stages.schedule, stages.ranks, pieces, groups, message)
@@ -205,7 +209,7 @@ class StageTimes:
 
     def simulate(self, stages: Stages) -> schedules.Timeline:
         """Run all micro-batches against the clock, without what is once a step."""
-        each = [self._times(cut.part(self.workload, stages.bounds, [stage]), stages.schedule)
+        each = [self._times(cut.part(self.workload, stages.bounds, [stage]), stages.splits)
                 for stage in range(stages.count)]  # fmt: skip
         forward, inputs, weights = zip(*((one.forward, one.inputs, one.weights) for one in each), strict=True)
         pieces, message = self.run.micro_batches, self.message_seconds()
@@ -214,12 +218,13 @@ class StageTimes:
     def predict(self, stages: Stages) -> StepTime:
         """Return the time of one step: of the slowest rank, and what all wait for."""
         run, pieces, ends = self.run, self.run.micro_batches, list[tuple[float, float, float, PartTimes]]()
+        network = self.costs.network(self.grid)
         each, seconds = self._ranks(stages)
         for part, one in each.items():
             shard = run.shard(self.grid, part.parameters)
-            reduced = self.network.seconds("all_reduce", "data", one.reduced, one.reduces)
-            data = data_seconds(self.network, reduced, shard, run, 1)
-            steps = optimizer_seconds(self.machine, self.grid, run, shard)
+            reduced = network.seconds("all_reduce", "data", one.reduced, one.reduces)
+            data = data_seconds(network, reduced, shard, run, 1)
+            steps = optimizer_seconds(self.machine, self.grid, run, part)
             ends.append((pieces * (one.products + one.shown) + one.once + data + steps, data, steps, one))
         _, data, _, one = max(ends, key=lambda end: end[0])
         exposed = (pieces * one.shown_x, pieces * one.shown_y, pieces * one.shown_z + one.once, data)

@@ -45,6 +45,12 @@ class Block(Value):
         """One of it: what blocks of any number share."""
         return self if self.repeat == 1 else replace(self, repeat=1)
 
+    def times(self, repeat: int) -> Block:
+        """As many of it, which share the same one."""
+        block = replace(self, repeat=repeat)
+        block.__dict__["once"] = self.once
+        return block
+
     @cached_property
     def branches(self) -> tuple[bool, bool]:
         """Whether norms stand before its branches (attention, MLP), and whether the branches read the same input."""
@@ -121,6 +127,11 @@ class Workload(Value):
     def of_products(self) -> int:
         """Those of them that products read."""
         return sum(repeat * layer.parameters for repeat, layer in self.products)
+
+    @cached_property
+    def matrices(self) -> tuple[tuple[int, LinearKind], ...]:
+        """Those of the products whose weights are matrices of hidden layers, and how many there are of each."""
+        return tuple((repeat * one.experts, one) for repeat, one in self.products if not one.head)
 
     @cached_property
     def linears(self) -> int:
@@ -312,7 +323,7 @@ def gpt(
     tables = (EmbeddingKind("wte", vocab, hidden), *([EmbeddingKind("wpe", positions, hidden)] if positions else []))
     head = (
         NormKind("ln_f", hidden, norm=norm),
-        LinearKind("lm_head", hidden, vocab, bias=head_bias, uneven=True, gathers=gathers, tied=tied),
+        LinearKind("lm_head", hidden, vocab, bias=head_bias, uneven=True, gathers=gathers, tied=tied, head=True),
         LossKind("loss", hidden, vocab, capped=caps[1]),
     )
     stack = (block(dense if experts is None else experts.layers(hidden, bias), count) for count, experts in stacks)

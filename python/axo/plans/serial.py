@@ -9,10 +9,13 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Mapping
-from typing import Any, cast
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import nn
+
+_PLAIN = (NoneType, bool, int, float, str)
 
 
 class Serial:
@@ -21,11 +24,15 @@ class Serial:
     Args:
         model: The serial model, before anything changes.
         options: The other arguments of ``axo.parallelize``.
+
+    Attributes:
+        buffers: Their shapes by name on the grid that the model lies on, as the plan has made them.
     """
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
         self.options = options
         self._model = without_values(model, {})
+        self.buffers: dict[str, torch.Size] = {}
 
     def model(self, like: Mapping[str, torch.Tensor], root: nn.Module | None = None) -> nn.Module:
         """The serial model on the meta device, its parameters of the dtypes of ``like``, frozen where those are.
@@ -60,7 +67,10 @@ def without_values(
     def module_of(old: nn.Module, new: nn.Module | None = None) -> nn.Module:
         new = object.__new__(type(old)) if new is None else new
         memo[id(old)] = new
-        attributes = {name: copied(value) for name, value in vars(old).items()}
+        attributes: dict[str, Any] = {}
+        for name, value in vars(old).items():  # mostly plain values, and tables of hooks that are empty
+            is_empty = isinstance(value, dict) and not value
+            attributes[name] = value if type(value) in _PLAIN else copy.copy(value) if is_empty else copied(value)
         new.__dict__.clear()
         new.__dict__.update(attributes)
         return new
@@ -78,20 +88,13 @@ def without_values(
             return memo.setdefault(id(value), value.clone())
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
             return types.MethodType(value.__func__, copied(value.__self__))
-        if isinstance(value, dict):
-            return _filled(value, memo, lambda new: new.update({key: copied(each) for key, each in value.items()}))
-        if isinstance(value, list):
-            return _filled(value, memo, lambda new: new.__setitem__(slice(None), [copied(each) for each in value]))
+        if isinstance(value, dict | list):
+            table = memo[id(value)] = copy.copy(value)  # known before it is filled: it may hold itself
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                table[key] = copied(each)
+            return table
         if type(value) in (tuple, set):
             return type(value)(copied(each) for each in value)
         return value
 
     return module_of(model, root)
-
-
-def _filled(value: Any, memo: dict[int, Any], fill: Any) -> Any:
-    """A shallow copy of a container, known before it is filled: it may hold itself."""
-    new = memo[id(value)] = copy.copy(value)
-    if value:  # most tables of hooks are empty
-        fill(new)
-    return cast(Any, new)

@@ -76,9 +76,15 @@ class TrainConfig:
     sequence_parallel: bool = _option(
         False, RANKS, "Split the tokens of the residual stream over x: norms keep 1/x of their activations."
     )
+    context: int = _option(1, RANKS, "Neighbours along z that hold pieces of the same sequences.", AT_LEAST_1)
+    context_kind: str = _option("ring", RANKS, "How these see each other's keys and values: ring, gather or heads.")
     threads: int = _option(
         0, RANKS, "CPU threads of a rank; 0: its share of the cores.", Bounds("in [0, 4096]", 0, 4096)
     )
+    elastic: str | None = _option(
+        None, RANKS, "When a rank dies, go on with fewer: at least MIN. MAX: those of --grid.", metavar="MIN:MAX"
+    )
+    copy_every: int = _option(10, RANKS, "With --elastic: steps between copies of the state in memory.", AT_LEAST_1)
     timeout: float = _option(600, RANKS, "Seconds that an operation between ranks may take.", POSITIVE)
     data: tuple[str, ...] = _option((), DATA, "Text: files or folders. Default: Python's library.", metavar="PATH...")
     tokenizer: str | None = _option(None, DATA, "A tokenizer.json; default: bytes.", metavar="PATH")

@@ -3,8 +3,10 @@
 The log is JSON lines: one header, one line a step, one summary. Each line is flushed when it is written.
 
 header: the options, versions, grid, device, transport, sizes of model and text, and the peak that MFU divides by.
-step:   step, loss, lr, grad_norm, seconds, tokens_per_s, comm_share (time blocked / time, mean over ranks, by axis and
-        in all), model_flops, hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown).
+step:   step, loss, lr, grad_norm, seconds, tokens_per_s, memory_gb (1e9 bytes; the most that a rank has held so far,
+        mean over ranks), comm_share (time blocked / time, mean over ranks, by axis and in all), model_flops,
+        hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown).
+recovered: after a rank's death (``--elastic``): start, noticed (monotonic clock), seconds of each part since then.
 summary: steps, seconds, tail_loss, fused (how each product with its collective ran that could run as one, or why not).
 Units: seconds, tokens a second, flops of the whole step on all ranks. Model flops are those of
 ``axo.perf.flops.narayanan`` without recomputation, hardware flops with it where the run recomputes.
@@ -16,8 +18,10 @@ import json
 import math
 import os
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -87,7 +91,7 @@ class TrainLog:
         share = {axis: seconds / step.seconds for axis, seconds in step.blocked.items()}
         mfu, hfu = (None if self._peak is None else flops / (self._peak * step.seconds) for flops in self._flops)
         line = {"kind": "step", "step": step.index, "loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm}
-        line |= {"seconds": step.seconds, "tokens_per_s": step.tokens / step.seconds}
+        line |= {"seconds": step.seconds, "tokens_per_s": step.tokens / step.seconds, "memory_gb": step.memory / 1e9}
         line |= {"comm_share": share | {"all": sum(share.values())}, "model_flops": self._flops[0]}
         line |= {"hardware_flops": self._flops[1], "mfu": mfu, "hfu": hfu}
         self.write(line)
@@ -124,7 +128,7 @@ def _open(path: Path, *, anew: bool) -> TextIO:
 
 
 def _lines_before(path: Path, start: int) -> list[str]:
-    """The lines of an older log that stay when a run goes on from ``start``: headers, and the steps before."""
+    """The lines of an older log that stay when a run goes on from ``start``: all but of steps from there on."""
     kept = []
     data = files.read_bytes(path, _MOST) if start and path.is_file() else b""
     for line in data.decode("utf-8", "replace").splitlines(keepends=True):
@@ -133,7 +137,7 @@ def _lines_before(path: Path, start: int) -> list[str]:
         except ValueError:  # the run was killed while it wrote
             continue
         kind, step = (entry.get("kind"), entry.get("step")) if isinstance(entry, dict) else (None, None)
-        if kind == "header" or (kind == "step" and isinstance(step, int | float) and step < start):
+        if kind in ("header", "recovered") or (kind == "step" and isinstance(step, int | float) and step < start):
             kept.append(line)
     return kept
 
@@ -152,18 +156,24 @@ class Display(Progress):
         columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), figures)
         super().__init__(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
         self._title, self._steps = title, steps
+        self._first = (steps, 0.0)  # the step that was shown first, and when
         self._task = self.add_task(title, total=steps, figures="")
 
     def show(self, done: int, line: dict[str, Any]) -> None:
         """Show a step's line; ``done`` steps are over."""
         figures = f"loss {line['loss']:.3f}"
         if "tokens_per_s" in line:
-            figures += f" · {line['tokens_per_s']:,.0f} tokens/s · comm {line['comm_share']['all']:.0%}"
+            figures += f" · {line['tokens_per_s']:,.0f} tokens/s · {line['memory_gb']:.2f} GB a rank"
+            figures += f" · comm {line['comm_share']['all']:.0%}"
         if line.get("mfu") is not None:
             figures += f" · MFU {line['mfu']:.1%}"
+        now = time.perf_counter()
+        first, since = self._first = min(self._first, (done, now))
         if not self.disable:
             self.update(self._task, completed=done, figures=figures)
         elif done in (1, self._steps) or done * _LINES // self._steps > (done - 1) * _LINES // self._steps:
+            if first < done < self._steps:
+                figures += f" · {timedelta(seconds=round((now - since) / (done - first) * (self._steps - done)))} left"
             self.console.print(f"{self._title} {done}/{self._steps}: {figures}", highlight=False, soft_wrap=True)
 
 
@@ -193,13 +203,13 @@ def draw(
         below[0].set(yscale="log", ylabel="|loss - serial|")
         if limit is not None:
             _draw_line(below[0], limit, _LIMIT, f"limit {limit:.0e}")
-    top.plot(steps, losses, color=_AXO, linewidth=1.8, solid_capstyle="round", label="Axo")
     tail = sum(losses[-10:]) / len(losses[-10:])
+    label = f"Axo ({tail:.2f}: mean of the last {len(losses[-10:])} steps)"
+    top.plot(steps, losses, color=_AXO, linewidth=1.8, solid_capstyle="round", label=label)
     beside: dict[str, Any] = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontweight": "bold"}
     top.annotate(f"{tail:.2f}", (len(losses), tail), color=_AXO, **beside)
     top.set(ylabel="loss (nats a token)", xlim=(1, max(2, len(losses))))
-    if serial is not None:
-        top.legend(frameon=False, loc="lower left")
+    top.legend(frameon=False, loc="lower left")
     figure.axes[-1].set_xlabel("step")
     figure.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
     top.set_title(subtitle, loc="left", fontsize=10, color=_MUTED)

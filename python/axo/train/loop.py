@@ -2,7 +2,7 @@
 
 One step, on a rank with D data ranks (z*data; Tesseract: x*z*data) and n tokens in all ranks' rows together:
 
-    for each piece:  logits = model(inputs)                      (rows, seq_len, V/Gx)
+    for each piece:  logits = model(inputs)                      (rows, its tokens, V/Gx)
                      loss   = sum of -log p(target) * D / n      so that the mean over data ranks is the serial mean
                      backward                                    gradients come back averaged over the D ranks
     clip the gradient norm, AdamW or Muon
@@ -28,8 +28,11 @@ from torch import nn
 
 import axo
 from axo import pipeline
+from axo.comm.memory import most_held
 from axo.grid import AXES
 from axo.perf import cut
+from axo.placement import context_ranges
+from axo.sharding import cut_sequence
 from axo.train import data, models, recipe
 from axo.train.check import offload_of, overlap_of
 from axo.train.config import TrainConfig
@@ -39,8 +42,8 @@ _AXES = (*AXES, "world")
 
 @dataclass(frozen=True)
 class Step:
-    """What one step gave. ``blocked`` is seconds a rank spent blocked in communication, by axis, mean over ranks;
-    ``stop`` is whether any rank was asked to end."""
+    """What one step gave. ``blocked`` is seconds a rank spent blocked in communication, by axis, and ``memory`` the
+    most bytes that it has held so far, means over ranks; ``stop`` is whether any rank was asked to end."""
 
     index: int
     loss: float
@@ -49,6 +52,7 @@ class Step:
     seconds: float
     tokens: int
     blocked: dict[str, float]
+    memory: float
     stop: bool = False
 
 
@@ -71,7 +75,10 @@ class Trainer:
     ) -> None:
         self.config, self.comms, self.batches = config, comms, batches
         self.model, modules = built or build_model(config, comms)
-        self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement)
+        self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement, config.context)
+        self._over_rows = [comms.axis(axis) for axis in comms.arrangement.rows if comms.grid.size(axis) > 1]
+        self._data_ranks = comms.data_ranks
+        self._peers = comms.grid.world_size // comms.data_ranks  # ranks with the same tokens
         self.loss = axo.nn.CrossEntropyLoss(
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
@@ -93,14 +100,16 @@ class Trainer:
         blocked_before = comms.blocked_seconds
         lr = recipe.set_learning_rate(self.optimizer, index, config)
         inputs, targets = (torch.from_numpy(part).to(comms.device) for part in self.batches.read(index, self.rows))
-        mine, tokens = self.accumulate(inputs, recipe.wanted_targets(inputs, targets, config))
+        targets = recipe.wanted_targets(inputs, targets, config)
+        mine, tokens = self.accumulate(*(cut_sequence(part, comms) for part in (inputs, targets)))
         norm = float(self.update())
         blocked = [comms.blocked_seconds.get(axis, 0.0) - blocked_before.get(axis, 0.0) for axis in _AXES]
-        shared = torch.tensor([float(mine), self.asked_to_stop(), *blocked], dtype=torch.float64, device=comms.device)
+        of_rank = (float(mine), self.asked_to_stop(), most_held(comms.device), *blocked)
+        shared = torch.tensor(of_rank, dtype=torch.float64, device=comms.device)
         comms.everyone.all_reduce(shared)
-        total, stop, *blocked = shared.tolist()
+        total, stop, memory, *blocked = shared.tolist()
         comms.poll()  # the host has seen the end of the step: a NaN may be rows that a peer never sent
-        loss = total / (comms.grid.world_size // comms.data_ranks) / tokens  # of ranks with the same rows, each counts
+        loss = total / self._peers / tokens  # each of them has counted
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"train: the loss of step {index} is {loss} (learning rate {lr:g}, gradient norm {norm:g}); use a"
@@ -108,26 +117,25 @@ class Trainer:
             )
         means = {axis: seconds / comms.everyone.size for axis, seconds in zip(_AXES, blocked, strict=True)}
         seconds, tokens = time.perf_counter() - started, config.batch_size * config.seq_len
-        return Step(index, loss, lr, norm, seconds, tokens, means, stop > 0)
+        return Step(index, loss, lr, norm, seconds, tokens, means, memory / comms.everyone.size, stop > 0)
 
     def accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Add the gradient of the mean loss over all ranks' tokens to ``.grad``.
 
         Args:
-            inputs, targets: This rank's rows, ``(rows, seq_len)``; their number may differ between data ranks. A
-                target of -100 counts for nothing.
+            inputs, targets: This rank's rows and tokens, ``(rows, tokens)``; their number may differ between data
+                ranks. A target of -100 counts for nothing.
 
         Returns:
             The sum of this rank's token losses (0 on a rank without the last stage), and the tokens of all data ranks
             that count.
         """
         count = (targets != -100).sum().reshape(1)
-        for axis in self.comms.arrangement.rows:
-            if self.comms.grid.size(axis) > 1:
-                self.comms.axis(axis).all_reduce(count)
+        for line in self._over_rows:
+            line.all_reduce(count)
         tokens = int(count)
         self._total = torch.zeros((), dtype=torch.float64, device=targets.device)
-        self._weight = self.comms.data_ranks / tokens
+        self._weight = self._data_ranks / tokens
         pieces = self.config.accumulate
         for piece_in, piece_out in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
             if self._schedule is not None:
@@ -162,7 +170,9 @@ class Trainer:
     def _build_schedule(self, modules: list[nn.Module]) -> pipeline.Schedule:
         config, rows = self.config, len(self.rows) // self.config.accumulate
         most, context = -(-rows // config.microbatches), partial(recipe.autocast, config)
-        self.stages = pipeline.stages(modules, self.comms, rows=most, tokens=config.seq_len, forward_context=context)
+        ranges = context_ranges(config.seq_len, config.context, self.comms.context.rank)
+        tokens = sum(high - low for low, high in ranges)
+        self.stages = pipeline.stages(modules, self.comms, rows=most, tokens=tokens, forward_context=context)
         return pipeline.schedule(
             config.schedule, self.stages, microbatches=config.microbatches, loss=self._loss_of, mean=False, rows=rows
         )
@@ -180,6 +190,7 @@ def build_stages(config: TrainConfig, comms: axo.Communicators) -> tuple[GPT, li
     axo.parallelize(
         model, comms, plan="litgpt", algorithm=config.algorithm, sequence_parallel=config.sequence_parallel,
         zero=config.zero, overlap=overlap_of(config), offload=offload_of(config),
+        context=config.context_kind if config.context > 1 else None,
     )  # fmt: skip
     if config.pipeline == 1:
         return model, []

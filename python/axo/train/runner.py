@@ -17,6 +17,7 @@ import math
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from axo import checkpoint
 from axo.checkpoint.folder import check_place, name_of, number_of, step_of
 from axo.checkpoint.ranks import agree, checkpoint_group
 from axo.grid import check_ranks
-from axo.launch import Rank, Termination, launch_local, set_threads
+from axo.launch import Rank, RankFailed, Termination, launch_local, set_threads
 from axo.matmul.products import products_of
 from axo.offload import OffloadedAdamW
 from axo.train import data
 from axo.train.check import check
 from axo.train.config import CHECKPOINTS, LOG_NAME, PLOT_NAME, TrainConfig
+from axo.train.elastic import StateCopies, after_a_death, check_elastic, copies_of_a_run
 from axo.train.log import Display, TrainLog, draw
 from axo.train.loop import Step, Trainer
 from axo.train.serial import Parity, compare, train_serial
@@ -84,16 +86,30 @@ def run(config: TrainConfig) -> Outcome | None:
     if Rank.from_environment() is not None:
         return train_rank(config)
     batches = check(config, one_machine=True)
-    fork = config.device.startswith("cpu")
-    return launch_local(train_rank, config.ranks, config, batches, fork=fork, terminate=config.saves)
+    launch = partial(launch_local, train_rank, fork=config.device.startswith("cpu"), terminate=config.saves)
+    if config.elastic is None:
+        return launch(config.ranks, config, batches)
+    check_elastic(config)
+    with copies_of_a_run() as copies:
+        while True:
+            try:
+                return launch(config.ranks, config, batches, copies)
+            except RankFailed as error:
+                if not error.lost:
+                    raise
+                config = after_a_death(config, copies, error)
+                print(f"axo train: {error}; goes on with {config.ranks} ranks on grid {config.shown}", flush=True)
 
 
-def train_rank(config: TrainConfig, batches: data.Batches | None = None) -> Outcome | None:
+def train_rank(
+    config: TrainConfig, batches: data.Batches | None = None, copies: StateCopies | None = None
+) -> Outcome | None:
     """What each rank runs. Returns the outcome on rank 0, None elsewhere.
 
     Args:
         config: The options.
         batches: The run's, where all was checked before this rank began.
+        copies: Where ranks that may die leave copies of their state; None: they do not.
 
     Raises:
         ValueError: The grid does not match the ranks, or some rank cannot take part; the same on every rank.
@@ -105,24 +121,38 @@ def train_rank(config: TrainConfig, batches: data.Batches | None = None) -> Outc
     problem = ""
     if batches is None:
         try:
+            if config.elastic is not None:
+                raise ValueError(
+                    f"train: elastic={config.elastic} starts its own ranks, on one host; leave torchrun or srun out, or"
+                    " use --save-every with --resume auto"
+                )
             batches = check(config)
         except (ValueError, OSError) as error:
             problem = str(error)
     with ExitStack() as last:
         # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
-        with axo.connect(config.grid, device=config.device, timeout=config.timeout, pipeline=config.pipeline) as comms:
+        ways = {"pipeline": config.pipeline, "context": config.context}
+        with axo.connect(config.grid, device=config.device, timeout=config.timeout, **ways) as comms:
             agree(checkpoint_group(comms), problem)
+            if copies is not None:
+                copies.mark("agree")
             assert batches is not None
             again = {"resume": config.resume is not None, "overwrite": config.overwrite}
             folder = checkpoint.Run(config.out, comms, checkpoints=Path(config.out) / CHECKPOINTS, **again)
             last.callback(folder.close)
-            outcome = _train(config, comms, batches, folder)
+            outcome = _train(config, comms, batches, folder, copies)
         return _finish(config, batches, outcome) if rank.rank == 0 else None
 
 
-def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches, folder: checkpoint.Run) -> Outcome:
+def _train(
+    config: TrainConfig,
+    comms: axo.Communicators,
+    batches: data.Batches,
+    folder: checkpoint.Run,
+    copies: StateCopies | None,
+) -> Outcome:
     trainer, termination = Trainer(config, comms, batches), Termination() if config.saves else None
-    checkpoints = Checkpoints(config, trainer, folder, termination)
+    checkpoints = Checkpoints(config, trainer, folder, termination, copies)
     start, losses = checkpoints.resume()
     log, display = None, None
     if comms.everyone.rank == 0:
@@ -140,6 +170,9 @@ def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches,
             ends = index + 1 == config.steps
             if log and display and (ends or (index + 1) % config.log_every == 0):
                 display.show(index + 1, log.step(step))
+            if log and copies and copies.noticed and index == start:
+                copies.mark("step")
+                log.write({"kind": "recovered", "start": start, "noticed": copies.noticed, "seconds": copies.seconds})
             checkpoints.after(step, losses)
             if step.stop and not ends and termination is not None:
                 stopped = termination.by  # another rank's is taken to be SIGTERM
@@ -189,6 +222,7 @@ class Checkpoints:
         trainer: Its model, optimizer and data.
         folder: The run's hold on its folder.
         termination: Notes SIGTERM and Ctrl-C; None: they end the run at once.
+        copies: Where copies in memory go; None: nowhere.
 
     Attributes:
         last: The newest checkpoint that this run wrote; None: none yet.
@@ -197,8 +231,14 @@ class Checkpoints:
     """
 
     def __init__(
-        self, config: TrainConfig, trainer: Trainer, folder: checkpoint.Run, termination: Termination | None
+        self,
+        config: TrainConfig,
+        trainer: Trainer,
+        folder: checkpoint.Run,
+        termination: Termination | None,
+        copies: StateCopies | None = None,
     ) -> None:
+        self._copies = copies
         self._config, self._trainer, self._run, self._termination = config, trainer, folder, termination
         self._folder = Path(config.out) / CHECKPOINTS
         # What a step depends on beside the weights: the data, and what the model makes of them.
@@ -242,6 +282,9 @@ class Checkpoints:
             except ValueError as error:
                 problem = str(error)
         agree(checkpoint_group(self._trainer.comms), problem)
+        if self._copies is not None:
+            self._copies.mark("move")
+            self._copy(losses)
         return self._done, losses
 
     def _newest(self, run: str | None) -> Path | None:
@@ -298,22 +341,32 @@ class Checkpoints:
 
     def after(self, step: Step, losses: list[float]) -> None:
         """Save if it is time: each ``save_every`` steps, after the last, and when any rank has been asked to end."""
-        if not self._config.saves:
+        config, self._done = self._config, step.index + 1
+        ends = step.stop or self._done == config.steps
+        if self._copies is not None and not ends and self._done % config.copy_every == 0:
+            self._copy(losses)
+        if not config.saves:
             return
-        self._done, trainer = step.index + 1, self._trainer
         if step.stop and self._termination is not None:
             self._termination.tell_lost()
-        ends = step.stop or self._done == self._config.steps
-        if not ends and self._done % self._config.save_every:
+        if not ends and self._done % config.save_every:
             return
         self._run.hold()
-        # A copy of the losses: the file is written while the next steps add theirs. Not where that takes a copy of the
-        # optimizer's state which memory has no room for.
-        extra = self._order | {"model": self._model, "losses": list(losses), "scaler": trainer.scaler.state_dict()}
-        handle = checkpoint.save(
-            self._folder, trainer.model, trainer.optimizer, step=self._done, extra=extra, keep=self._config.keep,
-            run=self._run.id, async_=not isinstance(trainer.optimizer, OffloadedAdamW),
-        )  # fmt: skip
+        handle = self._save(self._folder, losses, config.keep)
         self.last = handle.path
         if ends:
             handle.wait()
+
+    def _copy(self, losses: list[float]) -> None:
+        assert self._copies is not None
+        self._save(Path(self._copies.folder), losses, keep=1)
+
+    def _save(self, folder: Path, losses: list[float], keep: int) -> checkpoint.Save:
+        trainer = self._trainer
+        # A copy of the losses: the file is written while the next steps add theirs. Not where that takes a copy of the
+        # optimizer's state which memory has no room for.
+        extra = self._order | {"model": self._model, "losses": list(losses), "scaler": trainer.scaler.state_dict()}
+        return checkpoint.save(
+            folder, trainer.model, trainer.optimizer, step=self._done, extra=extra, keep=keep,
+            run=self._run.id, async_=not isinstance(trainer.optimizer, OffloadedAdamW),
+        )  # fmt: skip

@@ -137,8 +137,8 @@ def test_goldfish_masks_training_and_not_validation():
     with torch.no_grad():
         validated = loss(logits, targets)
         everything = masked_loss(2, 5)(logits, targets)
-    assert trained.item() == pytest.approx(masked_loss(2, 5)(logits, targets).item(), abs=1e-6)
-    assert validated.item() == pytest.approx(everything.item(), abs=1e-6) != pytest.approx(trained.item(), abs=1e-4)
+    assert trained.item() == pytest.approx(masked_loss(2, 5)(logits, targets).item(), rel=1e-6)
+    assert validated.item() == pytest.approx(everything.item(), rel=1e-6) != pytest.approx(trained.item(), abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -325,6 +325,7 @@ REFUSED = {
     "pretrain --grid 2x1x1x1": "pretrain wants a model_name, its first argument",
     "pretrain pythia-14m --resume no/such.pth": "--resume no/such.pth does not exist",
     "pretrain pythia-14m --pipeline 2 --schedule 2f2b": "schedule='2f2b' is not known",
+    'pretrain small --model_config {"n_layers":2}': "--model_config has no field n_layers; did you mean n_layer?",
     "pretrain small --model_config.n_layer 3 --pipeline 4": "3 blocks over 4 stages",
     "pretrain pythia-14m --grid auto --ranks 3 --machine h100": "no grid of 3 GPUs can train pythia-14m",
     "pretrain pythia-14m --grid 8x1x1x1": "n_head=4 does not divide over x=8; use n_head=8, or a grid with x in {1,",

@@ -3,17 +3,20 @@
 import contextlib
 import csv
 import io
+import math
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from litgpt.args import TrainArgs
 from litgpt.config import Config
 from litgpt.model import GPT
 from litgpt.utils import chunked_cross_entropy
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from axo.grid import Grid
+from axo.integrations.litgpt import patches
 from axo.integrations.litgpt.options import Options
 from axo.integrations.litgpt.patches import LitGPTRun, patched
 from tests.integrations.support import LLAMA, distance
@@ -53,7 +56,9 @@ def speak(folder, out, grid):
     throughput.get_available_flops = lambda *_: PEAK
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         pretrain(folder, out, {"flops": True}, grid)
-    return len(counted), re.findall(r"Measured TFLOPs: ([\d.]+)", printed.getvalue())
+    shown = re.findall(r"^  (?:([\d,]+) tokens/s \| )?([\d.]+) GB the largest rank", printed.getvalue(), re.MULTILINE)
+    speed = re.findall(r"(?:Training Time|Tok/sec) +: ([\d.,]+)", printed.getvalue())
+    return len(counted), re.findall(r"Measured TFLOPs: ([\d.]+)", printed.getvalue()), shown, speed
 
 
 @pytest.mark.parametrize("grid", [None, "1x2x1x2", pytest.param("2x2x2x1", marks=pytest.mark.soak)], ids=str)
@@ -63,14 +68,20 @@ def test_speed_is_counted_once(folder, grid):
     ranks, environment = ranks_of(grid)
     out = f"speed-{grid}"
     said = run_ranks(speak, ranks, folder, out, grid, env=environment, timeout=180)
-    assert [times for times, _ in said] == [1, *[0] * (ranks - 1)]
-    printed = said[0][1]
+    assert [times for times, *_ in said] == [1, *[0] * (ranks - 1)]
+    printed, shown, speed = said[0][1:]
     flops = flops_by_hand() * 10**8
     assert [float(number) for number in printed] == [pytest.approx(flops / 1e12, abs=0.005)]
     _, _, z, data = map(int, (grid or "1x1x1x1").split("x"))
     files = list((folder / out / "logs" / "csv").glob("*/metrics.csv"))
     rows = [row for file in files for row in csv.DictReader(file.open()) if row["loss"]]
     assert len(rows) == STEPS
+    if grid is not None:
+        seconds, rate = (float(number.replace(",", "")) for number in speed)  # LitGPT saves in that time, too
+        assert STEPS * ROWS * LENGTH / seconds < 1.01 * rate < 100 * STEPS * ROWS * LENGTH / seconds
+        # Under each of LitGPT's lines, on rank 0.
+        assert [gb for _, gb in shown] == [f"{float(row['memory_gb']):.2f}" for row in rows] and not said[1][2]
+        assert [rate for rate, _ in shown[1:]] == [f"{float(row['tokens_per_sec']):,.0f}" for row in rows[1:]]
     for step, row in enumerate(rows, 1):
         assert float(row["total_tokens"]) == step * ROWS * LENGTH
         assert float(row["samples"]) * z * data == step * ROWS
@@ -82,6 +93,21 @@ def test_speed_is_counted_once(folder, grid):
     assert last[f"{everybody}flops_per_sec"] == pytest.approx(samples / ROWS * flops)
     assert last["device/samples_per_sec"] * z * data == pytest.approx(samples)
     assert last["device/mfu"] * PEAK * ranks == pytest.approx(samples / ROWS * flops)
+
+
+def test_finetuning_says_what_is_left(monkeypatch):
+    """Two epochs of ten batches, two a step: ten steps, of three seconds each by the test's clock, or at most four."""
+    now = iter(range(100, 200, 3))
+    monkeypatch.setattr(patches.time, "perf_counter", lambda: next(now))
+    for most, left in ((None, [24, 21]), (4, [6, 3])):
+        train = TrainArgs(epochs=2, max_steps=most, global_batch_size=4, micro_batch_size=2)
+        run = LitGPTRun(patches, Options(grid=Grid()))
+        run.loop = {"train": train, "devices": 1, "train_dataloader": range(10)}
+        assert [run._left(step) for step in (1, 2, 3)] == [math.inf, *left]
+    figures = {"tokens_per_sec": 1234.5, "memory_gb": 0.5, "comm_share/all": 0.25}
+    assert patches.in_words(figures, 61.5) == (
+        "  1,234 tokens/s | 0.50 GB the largest rank | comm 25% | remaining time: 0:01:01"
+    )
 
 
 @pytest.mark.parametrize("fields", [{}, EXPERTS, GROUPED], ids=["dense", "experts", "grouped"])

@@ -238,6 +238,33 @@ def check_refused():
     assert error(matmul(wide[:, :8], b, out=wide[:, 8:]), expected) < 1e-6  # beside each other, in one memory
 
 
+def test_a_result_may_lie_beside_an_operand_and_not_across_it():
+    """Windows of one tensor with gaps: exact, whatever their strides."""
+    whole = torch.randn(16, 24)
+    b = torch.randn(8, 8)
+    for a, out in (
+        (whole[:8, :8], whole[:8, 4:12]),
+        (whole[:8, :8], whole[:8, 7:15]),
+        (whole[::2, :8], whole[4:12, 6:14]),
+        (whole[:8, :8], whole.view(-1)[3:].as_strided((8, 8), (48, 3))),
+        (whole.view(-1).as_strided((8, 8), (1, 24)), whole[:8, 7:15]),
+    ):
+        with pytest.raises(ValueError, match="out lies on a, which is read"):
+            matmul(a, b, out=out)
+    for a, out in (
+        (whole[:8, :8], whole[:8, 8:16]),
+        (whole[::2, :8], whole[1::2, :8]),
+        (whole[:8, :16:2], whole[:8, 1:17:2]),
+    ):
+        expected = a.double() @ b.double()
+        assert error(matmul(a, b, out=out), expected) < 1e-6
+
+
+def test_tiles_that_divide_by_zero_do_not_fit():
+    for change in ({"group_m": 0}, {"warps": 0}, {"block_m": 0}, {"block_m": 16.0}):
+        assert not replace(POINTERS, **change).fits(TARGETS["sm_90"], torch.float32), change
+
+
 def test_what_a_kernel_cannot_write_is_refused(interpreter):
     interpreter.run(check_refused)
 

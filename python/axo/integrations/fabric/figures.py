@@ -15,12 +15,12 @@
 
 from __future__ import annotations
 
-import resource
 import time
 
 import torch
 
 from axo.comm.connect import Communicators
+from axo.comm.memory import most_held
 from axo.grid import AXES
 from axo.integrations import data_ranks
 
@@ -40,8 +40,7 @@ class Figures:
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of ``value`` (any shape) over the data ranks. Every rank must call it."""
-        total = data_ranks.reduce(value.to(self._comms.device, torch.float64), self._comms)
-        return (total / self._comms.data_ranks).to(value.dtype)
+        return data_ranks.reduce(value.to(self._comms.device, torch.float64), self._comms, "mean").to(value.dtype)
 
     def take(self, tokens: int | None = None, *, flops: float | None = None) -> dict[str, float]:
         """The figures. Every rank must call it.
@@ -56,7 +55,7 @@ class Figures:
         mean = self._comms.everyone.all_reduce(
             torch.tensor(shares, dtype=torch.float64, device=self._comms.device), "sum"
         )
-        most = torch.tensor([_memory(self._comms.device)], dtype=torch.float64, device=self._comms.device)
+        most = torch.tensor([most_held(self._comms.device)], dtype=torch.float64, device=self._comms.device)
         figures = {
             f"comm_share/{axis}": share / self._comms.everyone.size
             for axis, share in zip(AXES, mean.tolist(), strict=True)
@@ -77,10 +76,3 @@ class Figures:
     def _blocked_by_axis(self) -> list[float]:
         seconds = self._comms.blocked_seconds
         return [seconds[axis] for axis in AXES]
-
-
-def _memory(device: torch.device) -> float:
-    """Bytes."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -89,7 +89,6 @@ class StageRunner:
                 f"AxoStrategy: pipeline={comms.stages} is of litgpt.GPT, and this is a {type(model).__qualname__}; cut"
                 " it by axo.pipeline.split in a program of your own"
             )
-        pipeline.check_microbatches(schedule, microbatches, comms.stages)
         self.comms, self._name, self._microbatches, self._context = comms, schedule, microbatches, context
         self.entries = list(model.state_dict(keep_vars=True))
         self.parameters = [name for name, _ in model.named_parameters()]

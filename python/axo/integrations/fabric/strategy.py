@@ -270,15 +270,11 @@ class AxoStrategy(DDPStrategy):
             return tensor
         if group not in (None, torch.distributed.group.WORLD):
             return _sync_ddp(tensor, group, reduce_op)
-        op = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
-        mean = op in ("mean", "avg")
-        how = "sum" if mean else op
+        op = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower().replace("avg", "mean")
         if self.counts == "data":
-            result = data_ranks.reduce(tensor, self.comms, how)
-        else:
-            result = self.comms.everyone.all_reduce(tensor.reshape(-1).clone(), how)
-        tensor.copy_((result / self.world_size if mean else result).view_as(tensor))
-        return tensor
+            return tensor.copy_(data_ranks.reduce(tensor, self.comms, op))
+        result = self.comms.everyone.all_reduce(tensor.reshape(-1).clone(), "sum" if op == "mean" else op)
+        return tensor.copy_((result / self.ranks if op == "mean" else result).view_as(tensor))
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """``(parts, *tensor.shape)``: one part of each rank, or data rank (see ``counts``)."""
@@ -458,7 +454,10 @@ class AxoStrategy(DDPStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write whole tensors into one file. Rank 0 writes; no rank holds more than one of them at a time.
+        """Write whole tensors into one file, rank 0 each as soon as all ranks have gathered it, before the next.
+
+        So a rank holds one of them, and the parts that it is put together from. Where torch does not write the file
+        (``storage_options``, an address, another ``checkpoint_io``) rank 0 first holds all of them.
 
         ``sharded``: every rank writes its chunks into a folder of that name; what is filtered (LoRA's) stays whole.
         """

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from axo.checkpoint.boxes import Parts
 from axo.checkpoint.folder import whole_file
-from axo.checkpoint.state import plain_optimizer, state_parts, with_names
+from axo.checkpoint.state import plain_optimizer, state_parts, values_of_none, with_names
 from axo.checkpoint.stored import read_plain
 from axo.integrations.fabric.stages import StageRunner
 from axo.optim import checks
@@ -78,6 +78,7 @@ def _whole(own: dict[Any, Any], keep: Keep | None, stages: StageRunner | None) -
                 whole = own[name].whole() if stages is None or stage == stages.comms.stage else None
                 whole = whole if stages is None else stages.bring(whole, stage, value)
                 value = None if keep is None or whole is None else keep(whole)
+                del whole  # before the next is gathered
             kept[name] = value
     return {} if keep is None else kept
 
@@ -86,7 +87,7 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: StageRunner
     """The whole state dict of an optimizer over sharded parameters, tensor by tensor. Every rank must call it.
 
     Raises:
-        ValueError: A state tensor has neither the shape of its parameter nor a single element.
+        ValueError: A state tensor has neither the shape of its parameter nor a single element, or is not a parameter's.
     """
     own, of_all_stages = _names(optimizer, stages)
     parts = {
@@ -94,7 +95,7 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: StageRunner
         for name, parameter in with_names(optimizer, own)
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-    values: dict[Any, dict[str, Any]] = {}
+    values: dict[Any, dict[str, Any]] = dict(values_of_none(optimizer))
     for (name, key), whole in _whole(parts, keep, stages).items():
         values.setdefault(name, {})[key] = whole
     options = map(checks.without, optimizer.param_groups)

@@ -212,6 +212,10 @@ def _said(command: str, function: Callable[..., Any], parser: Any, arguments: li
         told = _innermost(error) if "Does not validate" in error else _one_line(error)
         told = told.replace("Problems parsing config", "--config: not YAML")
         return re.sub(r"^argument (--[\w-]+):", r"\1", told)
+    if keys[0] == "model_config" and (wrong := re.search(r"Key '([\w.]+)' is not expected", error)):
+        from litgpt.config import Config
+
+        return f"--model_config has no field {wrong[1]}; {meant(wrong[1], inspect.signature(Config).parameters)}"
     if keys[0] == "data" and (told := _of_data(error)):
         return told
     action = next((each for each in parser._actions if each.dest == keys[0]), None)

@@ -13,11 +13,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -66,7 +69,7 @@ class LitGPTRun:
         strategy: The strategy of the run's Fabric, once there is one.
         quantized: What linear layers are quantized to, such as "nf4"; "": they are not.
         max_time: Seconds that training may take; None: any.
-        fabric, figures: Once the loop has begun.
+        fabric, figures, loop: Once the loop has begun; ``loop`` is what its function was given.
     """
 
     module: ModuleType
@@ -79,6 +82,8 @@ class LitGPTRun:
     max_time: float | None = None
     fabric: Any = None
     figures: Any = None  # a Figures
+    loop: dict[str, Any] = field(default_factory=dict)
+    _first: tuple[int, float] = (sys.maxsize, 0.0)  # the step that was logged first, and when
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -101,12 +106,20 @@ class LitGPTRun:
         options = inspect.signature(stock).bind(*args, **options).arguments
         self.fabric = options["fabric"]
         self.figures = Figures(self.strategy.comms)
+        self.loop = options
         if self.termination is not None:
             self.termination.progress = functools.partial(self._progress, options)
         if hasattr(self.module, "save_lora_checkpoint"):
             options["fabric"] = _EveryRankIsFirst(self.fabric)
+        before, since = options.get("state", {}).get("iter_num", 0), time.perf_counter()
         try:
-            return stock(**options)
+            result = stock(**options)
+            if self.module.__name__ == "litgpt.pretrain":
+                state, train = options["state"], options["train"]
+                tokens = (state["iter_num"] - before) * train.micro_batch_size * state["model"].max_seq_length
+                rate = tokens * self.fabric.world_size / (time.perf_counter() - since)
+                self.fabric.print = functools.partial(_print_rate, self.fabric.print, rate)
+            return result
         except _StopTraining:
             by = "SIGTERM"
             if self.termination is not None:
@@ -177,18 +190,31 @@ class LitGPTRun:
         return self.figures.mean(stock(*args, **options))
 
     def choose_logger(self, stock: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Tokens a second, memory and communication of all ranks are logged too."""
+        """Tokens a second, memory and communication of all ranks are logged and printed too, and the time that is left
+        where LitGPT does not tell it."""
         logger = stock(*args, **options)
         log = logger.log_metrics
 
         def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:  # every rank calls it
             if "loss" in metrics:
                 tokens = metrics.get("total_tokens")  # an int, or finetuning's tensor
-                metrics = metrics | self.figures.take(None if tokens is None else int(tokens))
+                figures = self.figures.take(None if tokens is None else int(tokens))
+                left = None if "remaining_time" in metrics else self._left(metrics["step"])
+                self.fabric.print(in_words(figures, left))
+                metrics = metrics | figures
             log(metrics, step)
 
         logger.log_metrics = log_metrics
         return logger
+
+    def _left(self, step: int) -> float:
+        """Seconds that are left after a step of finetuning; infinite after the first, which tells nothing."""
+        now, train = time.perf_counter(), self.loop["train"]
+        first, since = self._first = min(self._first, (step, now))
+        batches = train.gradient_accumulation_iters(self.loop["devices"], self.loop.get("num_nodes", 1))
+        steps = (train.epochs or math.inf) * len(self.loop["train_dataloader"]) / batches
+        done = step - first
+        return (now - since) / done * max(0, min(steps, train.max_steps or math.inf) - step) if done else math.inf
 
     def num_parameters(self, stock: Any, module: nn.Module, requires_grad: bool | None = None) -> int:
         """The size of the model is printed, not that of a rank's part."""
@@ -344,6 +370,19 @@ def _in_one_line(error: Exception) -> str:
     where = f" ({error.__notes__[-1]})" if getattr(error, "__notes__", None) else ""  # the loader's
     of_worker = any("Traceback" in line for line in words)  # then torch has put the worker's traceback in
     return f"{type(error).__name__}: {words[-1] if of_worker else words[0]}{where}"
+
+
+def in_words(figures: dict[str, float], left: float | None = None) -> str:
+    """A line under LitGPT's own; ``left``: seconds, None or infinite: nothing is said of them."""
+    words = [f"{figures['tokens_per_sec']:,.0f} tokens/s"] if "tokens_per_sec" in figures else []
+    words += [f"{figures['memory_gb']:.2f} GB the largest rank", f"comm {figures['comm_share/all']:.0%}"]
+    words += [] if left is None or math.isinf(left) else [f"remaining time: {timedelta(seconds=int(left))}"]
+    return "  " + " | ".join(words)
+
+
+def _print_rate(stock: Callable[..., None], rate: float, line: str, *more: Any, **options: Any) -> None:
+    """LitGPT's last figure divides all tokens by a reading of the clock; ``rate``: tokens a second of this run."""
+    stock(re.sub(r"(Tok/sec +: ).*", rf"\g<1>{rate:,.2f} tok/s", line), *more, **options)
 
 
 class _EveryRankIsFirst:

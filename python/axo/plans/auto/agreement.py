@@ -78,6 +78,8 @@ class AgreementCheck:
                 differ = [f"their names (here: {_some(list(digests)) or 'none'})"]
             else:
                 differ = [name for name, each in digests.items() if ranks_that_differ(self._comms, each)]
+            if self._comms.everyone.rank:
+                return  # all ranks would say the same
             warnings.warn(
                 f"axo: buffers differ between ranks: {_some(differ)}; they are computed from each rank's own rows, so"
                 " ranks train different models, and a checkpoint holds rank 0's. Reduce them in the module, over"
