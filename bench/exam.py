@@ -10,8 +10,8 @@ long a step takes: memory does not choose anything here. Two constants of ``axo.
 for every model, run and machine. The null model knows one number: the mean share of peak (model flops) of the same
 four rows.
 
-Rows with context parallelism stand apart: Axo has none, and they are written as twice the x. Rows whose layout was not
-published are listed, and not predicted.
+Rows with context parallelism stand apart: the planner knows none, and they are written as twice the x. Rows whose
+layout was not published are listed, and not predicted.
 """
 
 from __future__ import annotations

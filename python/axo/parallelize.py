@@ -15,6 +15,7 @@ from torch import nn
 from axo.arrangement import arrangement_of
 from axo.comm.agree import ranks_that_differ
 from axo.comm.connect import Communicators, check_comms
+from axo.errors import Refused
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
 from axo.nn.linear import Linear
@@ -25,6 +26,7 @@ from axo.optim.zero import STAGES
 from axo.overlap import Overlap, attach
 from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.route import GRAD_REDUCE
+from axo.plans import context as plan_context
 from axo.plans.replace import Replacer
 from axo.plans.serial import Serial
 from axo_kernels.fused.fp8 import SCALINGS
@@ -49,6 +51,7 @@ def parallelize(
     reduce_dtype: torch.dtype | None = None,
     offload: Offload | None = None,
     fp8: str | None = None,
+    context: str | None = None,
 ) -> nn.Module:
     """Replace the layers of ``model`` by parallel ones and return it. All ranks call it, before they make optimizers.
 
@@ -84,6 +87,10 @@ def parallelize(
             rounded before they are gathered over z, and travel, and are kept for backward, in e4m3 with 16 bytes more
             a row; each rank's rows have scales of their own. All else travels as without. Emulated where the device
             has no such products. Sizes on a rank must be multiples of 16.
+        context: How ranks that share sequences (``axo.connect(context=...)``) attend to each other's tokens: ``"ring"``
+            (the default there) passes keys and values on behind the attention of those at hand; ``"gather"`` gathers
+            them; ``"heads"`` exchanges tokens for heads. Each rank then takes and returns its tokens
+            (``axo.shard_batch``).
 
     Raises:
         ValueError: An option is not known, the grid does not fit the algorithm, the ranks' models differ, or the plan
@@ -116,6 +123,15 @@ def parallelize(
         arrangement.only_axonn("parallelize: sequence_parallel=True")
     if fp8:
         arrangement.only_axonn(f"parallelize: fp8={fp8!r}")
+    if context is not None and comms.context.size == 1:
+        raise ValueError(
+            f"parallelize: context={context!r} is of ranks that share sequences: use axo.connect(grid, context=2)"
+        )
+    context = context or "ring"
+    if comms.context.size > 1:
+        plan_context.check(model, context, comms.context.size, comms.grid.x)
+        if sequence_parallel:
+            raise Refused("parallelize: sequence_parallel=True in a context is not supported; leave it out")
     comms.arrange(arrangement)
     check_same_model(model, comms)
     serial = Serial(
@@ -150,6 +166,8 @@ def parallelize(
         from axo.plans.auto import plan as auto
 
         model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
+    if comms.context.size > 1:
+        plan_context.install(model, comms, context, grad_reduce)
     if fp8 is not None:
         for module in model.modules():
             if isinstance(module, Linear):

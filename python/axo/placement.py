@@ -43,6 +43,15 @@ def chunk_bounds(size: int, parts: int, index: int) -> Range:
     return min(index * step, size), min((index + 1) * step, size)
 
 
+def context_ranges(length: int, ranks: int, rank: int) -> list[Range]:
+    """The tokens of a sequence that a rank of a context has: piece ``rank`` of ``2 * ranks``, and that as far from the
+    end: an early one and a late one, so that every rank has as much causal attention to do. The first pieces are longer
+    by one token where they do not divide it, and all ranks have as many tokens, or one less."""
+    size, longer = divmod(length, 2 * ranks)
+    starts = ((piece, piece * size + min(piece, longer)) for piece in (rank, 2 * ranks - 1 - rank))
+    return [(start, start + size + (piece < longer)) for piece, start in starts]
+
+
 def check_divides(
     owner: str, what: str, size: int, axis: str, parts: int, fits: Callable[[int], bool] = lambda parts: True
 ) -> None:

@@ -123,8 +123,10 @@ def _check_movable(model: nn.Module, optimizer: Optimizer | None, comms: Communi
         ValueError: Says why.
     """
     state.check_kinds(model, optimizer)
-    if comms.stages > 1 or serial.options.get("offload") is not None:
+    shares = comms.context.size > 1
+    if comms.stages > 1 or shares or serial.options.get("offload") is not None:
         what = f"{comms.stages} stages" if comms.stages > 1 else "state on a lower tier of memory"
+        what = f"sequences over {comms.context.size} ranks" if shares else what
         raise ValueError(f"regrid: a model with {what} cannot move in memory; save a checkpoint, and load it there")
     if any(engine.holding or engine.gradients.deferred for engine in engines(model)):
         raise ValueError(

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from axo.comm.connect import Communicators, check_comms
 from axo.grid import AXES, Coords
-from axo.placement import Placement, local_ranges, placement_of
+from axo.placement import Placement, context_ranges, local_ranges, placement_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -119,7 +119,8 @@ def shard_batch(batch: Any, comms: Communicators) -> Any:
 
     Ranks along x and y get the same rows; with algorithm "tesseract" x splits rows too. The same by a sampler:
     ``DistributedSampler(data, num_replicas=comms.data_ranks, rank=comms.data_rank)``. With another algorithm than
-    "axonn" call it after ``axo.parallelize``.
+    "axonn" call it after ``axo.parallelize``. In a context (``axo.connect(context=...)``) rows are cut over data and
+    contexts, and dim 1, which is tokens, over the ranks of one: an early and a late piece each.
 
     Args:
         batch: A tensor ``(rows, ...)``, or mappings (which become dicts), dataclasses, lists and tuples of such; what
@@ -138,7 +139,7 @@ def shard_batch(batch: Any, comms: Communicators) -> Any:
             " padded or dense one and convert the part"
         )
     if isinstance(batch, torch.Tensor):
-        parts = comms.data_ranks
+        parts = comms.row_parts
         if not batch.dim() or batch.shape[0] % parts:
             raise ValueError(
                 f"shard_batch: a tensor of shape {tuple(batch.shape)} has no rows that divide over"
@@ -146,7 +147,7 @@ def shard_batch(batch: Any, comms: Communicators) -> Any:
                 " and weight the losses by axo.token_weight"
             )
         rows = batch.shape[0] // parts
-        return batch.narrow(0, rows * comms.data_rank, rows)
+        return cut_sequence(batch.narrow(0, rows * comms.row_part, rows), comms)
     if isinstance(batch, Mapping):
         return {key: shard_batch(value, comms) for key, value in batch.items()}
     if is_dataclass(batch) and not isinstance(batch, type):
@@ -158,6 +159,17 @@ def shard_batch(batch: Any, comms: Communicators) -> Any:
         parts_of = [shard_batch(each, comms) for each in batch]
         return type(batch)(*parts_of) if hasattr(batch, "_fields") else type(batch)(parts_of)
     return batch
+
+
+def cut_sequence(tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:
+    """This rank's tokens, ``(rows, tokens, ...)`` -> ``(rows, its tokens, ...)``: all of them outside of a context.
+
+    A tensor of one dim has no tokens, and stays whole.
+    """
+    if comms.context.size == 1 or tensor.dim() < 2:
+        return tensor
+    ranges = context_ranges(tensor.shape[1], comms.context.size, comms.context.rank)
+    return torch.cat([tensor[:, low:high] for low, high in ranges], 1)
 
 
 def shard_input(layer: ShardedLayer, tensor: torch.Tensor) -> torch.Tensor:

@@ -251,10 +251,51 @@ class ByRows(torch.optim.Optimizer):
             self.state[parameter]["row_var"] = parameter.grad.square().mean(-1, keepdim=True)
 
 
-def save_rows(folder: str) -> str:
+class InGroups(torch.optim.Optimizer):
+    """A user's own, which keeps its momenta in the options of its group."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+        self.param_groups[0]["momenta"] = [torch.zeros_like(parameter) for parameter in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        for parameter, momentum in zip(*(self.param_groups[0][key] for key in ("params", "momenta")), strict=True):
+            parameter.data.sub_(momentum.mul_(0.9).add_(parameter.grad))
+
+
+class Counting(torch.optim.Optimizer):
+    """A user's own, which counts its steps beside its parameters; its rate falls with them."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+        self.state["steps"] = 0  # type: ignore[index,assignment]
+
+    def step(self, closure: Any = None) -> None:
+        self.state["steps"] += 1  # type: ignore[index,operator,assignment]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad, alpha=0.1 / self.state["steps"])  # type: ignore[index,operator]
+
+
+def resume_counting(folder: str) -> None:
+    comms = axo.connect("2x1x1x1")
+    model, other = Noisy(comms), Noisy(comms)
+    optimizer, again = Counting(model.parameters()), Counting(other.parameters())
+    noisy_steps(model, optimizer, comms, 3)
+    save(folder, model, optimizer)
+    load(folder, other, again)
+    assert again.state["steps"] == 3  # type: ignore[index,comparison-overlap]
+    plain = torch.load(consolidate(folder, Path(folder) / "whole.pth", optimizer=True), weights_only=True)
+    assert plain["optimizer"]["state"]["steps"] == 3
+
+
+def test_what_an_optimizer_keeps_beside_its_parameters_is_saved(tmp_path: Path) -> None:
+    run_ranks(resume_counting, 2, str(tmp_path))
+
+
+def save_rows(folder: str, make: Any) -> str:
     comms = axo.connect("2x1x1x1")
     model = Noisy(comms)
-    optimizer = ByRows(model.parameters())
+    optimizer = make(model.parameters())
     noisy_steps(model, optimizer, comms, 1)
     with pytest.raises(ValueError) as error:
         save(folder, model, optimizer)
@@ -262,8 +303,9 @@ def save_rows(folder: str) -> str:
 
 
 def test_state_of_another_shape_than_its_split_parameter_is_refused(tmp_path: Path) -> None:
-    messages = run_ranks(save_rows, 2, str(tmp_path))
-    assert messages[0] == messages[1] and "keeps 'row_var' of 'up.weight' in shape (6, 1)" in messages[0]
+    for make, said in ((ByRows, "keeps 'row_var' of 'up.weight' in shape (6, 1)"), (InGroups, "option 'momenta' of")):
+        messages = run_ranks(save_rows, 2, str(tmp_path), make)
+        assert messages[0] == messages[1] and said in messages[0]
 
 
 def test_the_newest_complete_one_is_found_and_old_ones_go(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ def test_train(here: Path, arguments: list[str], message: str) -> None:
 
 OTHERS = [
     ("trian", "axo: error: No such command 'trian'"),
+    ("finetune_lora quick", "axo: error: finetune_lora is a command of LitGPT's; type axo litgpt finetune_lora"),
     ("--nope", "axo: error: No such option: --nope"),
     (
         "plan --model gpt-5b --gpus 8",

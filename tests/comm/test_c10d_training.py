@@ -1,6 +1,7 @@
-"""What torch builds on a process group, over the backend ``axo``: pipelining, DTensor, DCP and split groups.
+"""What torch builds on a process group, over the backend ``axo``: pipelining, DTensor, DCP, split groups, hooks of DDP.
 
-Oracles: the same model trained in one process; the full tensor that was sharded. DDP and FSDP2 are in test_c10d.py.
+Oracles: the same model trained in one process; the full tensor that was sharded; Gloo. DDP and FSDP2 are in
+test_c10d.py.
 """
 
 import copy
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -120,3 +122,34 @@ def everything(folder):
 
 def test_what_torch_builds_on_a_group(tmp_path):
     run_ranks(everything, 4, str(tmp_path / "checkpoint"))
+
+
+def hooks_of_ddp(backend):
+    """The weights that each hook of torch's trains, but PowerSGD (test_c10d_results.py), which Gloo mixes up."""
+    dist.init_process_group(backend)
+    rank, weights = dist.get_rank(), []
+    alone, _ = dist.new_subgroups(group_size=1)
+    for state, hook in (
+        (None, default_hooks.allreduce_hook),
+        (None, default_hooks.fp16_compress_hook),
+        (None, default_hooks.bf16_compress_hook),
+        (post_localSGD_hook.PostLocalSGDState(None, alone, 3), post_localSGD_hook.post_localSGD_hook),
+    ):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
+        model = nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.001)
+        model.register_comm_hook(state, hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(6):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    return weights
+
+
+def test_hooks_of_ddp_train_as_over_gloo():
+    """Sums of two numbers have one order: equal to the bit."""
+    for got, expected in zip(run_ranks(hooks_of_ddp, 2, "axo"), run_ranks(hooks_of_ddp, 2, "gloo"), strict=True):
+        equal(got, expected)

@@ -96,6 +96,14 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
             {"algorithm": "tesseract", "grid": Grid(2, 2, 2, 1), "batch_size": 6},
             r"batch-size=6 rows do not divide over x\*z\*data=4",
         ),
+        ({"context": 3, "grid": Grid(1, 1, 4, 1)}, r"context=3 does not divide z=4; use one of \[1, 2, 4\]"),
+        ({"context_kind": "star"}, r"context='star' is not known"),
+        (
+            {"context": 2, "context_kind": "heads", "grid": Grid(8, 1, 2, 1)},
+            r"context='heads' cannot give a rank's 1 heads",
+        ),
+        ({"context": 2, "grid": Grid(2, 1, 2, 1), "sequence_parallel": True}, r"sequence-parallel with context=2 is"),
+        ({"context": 2, "grid": Grid(1, 1, 4, 1), "batch_size": 5}, r"do not divide over z\*data/context=2"),
         ({"tokenizer": "/nowhere/tokenizer.json"}, r"tokenizer: /nowhere/tokenizer.json does not exist"),
         ({"recompute": True, "recompute_keeps": "all"}, r"recompute-keeps='all' is not one of nothing, products"),
         ({"recompute_keeps": "products"}, r"recompute-keeps=products says what --recompute keeps; say that too"),
@@ -311,7 +319,7 @@ def test_recomputation_that_keeps_products_repeats_none(text: str) -> None:
 
 
 def train_on_rank(config: TrainConfig) -> tuple[list[float], list[float]]:
-    comms = axo.connect(config.grid)
+    comms = axo.connect(config.grid, context=config.context)
     batches = open_batches(config)
     trainer = Trainer(config, comms, batches)
     steps = [trainer.step(index) for index in range(config.steps)]
@@ -330,6 +338,8 @@ def train_on_rank(config: TrainConfig) -> tuple[list[float], list[float]]:
         ),
         ("2x2x2x1", {}),
         ("2x2x2x1", {"algorithm": "tesseract", "recompute": True, "accumulate": 2}),
+        ("2x1x2x1", {"context": 2, "seq_len": 29, "recompute": True, "goldfish_k": 3, "goldfish_h": 4}),
+        ("1x1x4x1", {"context": 2, "context_kind": "heads", "accumulate": 2}),
     ],
     ids=str,
 )

@@ -33,6 +33,7 @@ from axo.placement import placement_of
 MODEL, OPTIMIZER, RNG, HEAD = "model", "optimizer", "rng", "axo"
 FORMAT = 2
 Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape of the whole, and dtype
+_OF_NONE = ""  # in place of a parameter: what an optimizer keeps beside
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _OF_TORCH = re.compile(r"^\[enforce fail at [^]]*\][^:]*?\. +")  # the place and the condition of a check
 
@@ -209,7 +210,8 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The entries of an optimizer's state.
 
     Raises:
-        ValueError: A state tensor has neither its parameter's shape nor one element, and the parameter is split.
+        ValueError: A state tensor has neither its parameter's shape nor one element, and the parameter is split; or
+            state is not a parameter's.
     """
     names, kind = parameter_names(model, optimizer), type(optimizer).__name__
     entries: dict[str, Any] = {}
@@ -230,12 +232,37 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
                     f"checkpoint: {kind} keeps {key!r} of {name!r} as a {type(value).__name__}, which is neither a"
                     " tensor nor a plain value"
                 )
+    values |= values_of_none(optimizer)
     options = [
         {key: _of_python(value) for key, value in checks.without(group).items()} | {"params": of_group}
         for group, of_group in zip(optimizer.param_groups, names, strict=True)
     ]
     entries[OPTIMIZER] = {"kind": kind, "groups": options, "values": values}
     return entries
+
+
+def values_of_none(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """What an optimizer keeps beside the state of its parameters, under a name that no parameter has.
+
+    Raises:
+        ValueError: It is no plain value; or options of a group are tensors of a rank.
+    """
+    kind = type(optimizer).__name__
+    state: dict[Any, Any] = dict(optimizer.state)
+    values = {key: _of_python(value) for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    for key, value in values.items():
+        if not isinstance(key, str) or not _is_plain(value):
+            raise ValueError(
+                f"checkpoint: {kind} keeps {key!r} of no parameter as a {type(value).__name__}; only a plain value"
+                " can be saved there"
+            )
+    for key, value in (option for group in optimizer.param_groups for option in checks.without(group).items()):
+        if key != "params" and _holds_elements(value) and checks.shards_of(optimizer):
+            raise ValueError(
+                f"checkpoint: {kind} keeps tensors in the option {key!r} of a group, whose parameters are split over"
+                " ranks; only what is in optimizer.state, under its parameter, is saved from all ranks"
+            )
+    return {_OF_NONE: values} if values else {}
 
 
 def state_parts(optimizer: Optimizer, name: Any, key: Any, value: torch.Tensor, parameter: torch.Tensor) -> Parts:
@@ -343,8 +370,9 @@ def plain_optimizer(values: dict[Any, dict[str, Any]], groups: list[dict[str, An
     """What ``Optimizer.state_dict`` gives: parameters by number, in the order of the groups, which have their names."""
     number = itertools.count()
     numbers = {name: next(number) for group in groups for name in group["params"]}
+    of_parameters = {index: values[name] for name, index in numbers.items() if values.get(name)}
     return {
-        "state": {index: values[name] for name, index in numbers.items() if values.get(name)},
+        "state": of_parameters | values.get(_OF_NONE, {}),
         "param_groups": [group | {"params": [numbers[name] for name in group["params"]]} for group in groups],
     }
 
@@ -353,6 +381,15 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _holds_elements(value: Any) -> bool:
+    """Whether a tensor of more than one element is in it."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_elements, value))
+    return isinstance(value, torch.Tensor) and value.numel() > 1
 
 
 def _of_python(value: Any) -> Any:

@@ -51,6 +51,14 @@ class CommandGroup(TyperGroup):
             code = _end(error, " ".join(["axo", *(name for name in arguments[:1] if name in self.commands)]))
         sys.exit(code)
 
+    def resolve_command(self, context: Any, args: list[str]) -> Any:
+        """As typer's, which would take a command of LitGPT's for a mistyped one."""
+        from axo.integrations.litgpt.commands import PARALLEL
+
+        if args[0] in PARALLEL:
+            raise ValueError(f"{args[0]} is a command of LitGPT's; type axo litgpt {args[0]}")
+        return super().resolve_command(context, args)
+
 
 def complain(line: str) -> None:
     """Print one line on stderr, in red on a terminal."""

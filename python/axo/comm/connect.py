@@ -5,6 +5,7 @@
     comms.x, comms.y, comms.z, comms.data, comms.world
     comms = axo.connect("2x2x2x1", pipeline=4)      # 4 stages of 8 ranks each: comms.pipeline, comms.stage
     comms = axo.connect("2x1x1x1", group=group)     # a grid on the ranks of a process group
+    comms = axo.connect("2x1x4x1", context=2)       # 2 neighbours along z hold pieces of the same sequences
 
 The ranks meet through torch.distributed's store; the collectives run in Axo's own core. One communicator spans all
 ranks; each axis with more than one rank is split from it. ``axo.comm.transports`` chooses what moves the bytes.
@@ -59,6 +60,7 @@ class Communicators:
         device: What the communicators move.
         x, y, z, data: A :class:`Communicator` each; one of a single rank issues nothing.
         world: Among all ranks of the grid.
+        context: Among the neighbours along z that hold pieces of the same sequences; counted as z's.
         stages, stage: How many grids follow one another in a pipeline, and which is this rank's.
         pipeline: Among the ranks that stand where this one does in the grids of all stages, by stage.
         everyone: Among the ranks of all stages.
@@ -75,6 +77,7 @@ class Communicators:
         *,
         stages: int = 1,
         group: dist.ProcessGroup | None = None,
+        context: int = 1,
     ) -> None:
         self.grid = grid
         self.timeout = timeout
@@ -89,6 +92,10 @@ class Communicators:
             self.world = self._part(everyone, self.stage, self.rank, grid.world_size, "world", "world")
             self.pipeline = self._part(everyone, self.rank, self.stage, stages, "pipeline", "pipeline")
         self.x, self.y, self.z, self.data = map(self._line, AXES)
+        self.context = alone("context", self.device)
+        if context > 1:  # not the z axis' own, though it may be of the same ranks: weights are on their way over that
+            run, place = divmod(self.coords.z, context)
+            self.context = self._part(self.z, run, place, context, "context", "z")
         self.introduce()
         self._arrangement: Arrangement | None = None
         self.attached: dict[str, Attached] = {}  # what upper parts keep as long as these live
@@ -159,13 +166,14 @@ class Communicators:
 
     def close_axes(self) -> None:
         """Close the communicators of this grid alone: all but ``world``."""
-        for line in (*self._neighbours.values(), self.x, self.y, self.z, self.data):
+        for line in (*self._neighbours.values(), self.context, self.x, self.y, self.z, self.data):
             line.close()
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """Those of x, y, z, data and the world; with several stages those of the pipeline and of everyone too."""
-        of_grid = self.x, self.y, self.z, self.data, self.world
+        """Those of x, y, z, data and the world, and of a context; with several stages those of the pipeline and of
+        everyone too."""
+        of_grid = (self.x, self.y, self.z, self.data, self.world, *([self.context] if self.context.size > 1 else []))
         return of_grid if self.stages == 1 else (*of_grid, self.pipeline, self.everyone)
 
     def axis(self, name: str) -> Communicator:
@@ -213,6 +221,8 @@ class Communicators:
             ValueError: The grid does not fit, or layers or batches have another.
         """
         arrangement.check(self.grid)
+        if self.context.size > 1:
+            arrangement.only_axonn(f"context={self.context.size}")
         if self._arrangement not in (None, arrangement):
             raise ValueError(
                 f"algorithm={arrangement.name!r}: layers or batches of these communicators are arranged for"
@@ -229,6 +239,16 @@ class Communicators:
     def data_rank(self) -> int:
         """Which part of the rows this rank works on, of ``data_ranks``."""
         return self.arrangement.row_part(self.grid, self.coords)
+
+    @property
+    def row_parts(self) -> int:
+        """Parts that the rows of a batch are cut into: one for all the data ranks of a context, which share rows."""
+        return self.data_ranks // self.context.size
+
+    @property
+    def row_part(self) -> int:
+        """Which of these parts this rank works on."""
+        return self.data_rank // self.context.size
 
     def poll(self) -> None:
         """Raise what a kernel of a fused product has reported (``axo_kernels.SignalTimeout``). Waits for nothing."""
@@ -289,6 +309,11 @@ class Communicators:
         if not dist.is_initialized():
             return self.device_mesh.get_group("x")  # one rank without torchrun
         return self._small_group(self.ranks[self.rank :: self.grid.world_size])
+
+    def line_group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks of this one's line along an axis as a process group. Collective over them: it is made at a call."""
+        first = self.stage * self.grid.world_size
+        return self._small_group([self.ranks[first + rank] for rank in self.grid.ranks(axis, self.rank)])
 
     def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:
         group = dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
@@ -352,6 +377,7 @@ def connect(
     meeting_timeout: float | timedelta = _MEETING_TIMEOUT_S,
     device_options: DeviceOptions | None = None,
     pipeline: int = 1,
+    context: int = 1,
     group: dist.ProcessGroup | None = None,
 ) -> Communicators:
     """Make the communicators of ``grid``. Collective over all ranks of the world, or of ``group``.
@@ -370,6 +396,8 @@ def connect(
         meeting_timeout: How long this call waits for other ranks, in all that it does, in seconds; at most ``timeout``.
         device_options: How the communicators of GPUs are made: thread blocks, priorities, timing, checks.
         pipeline: Stages: the world then has ``pipeline`` times the ranks of the grid, stage after stage.
+        context: How many neighbours along z hold pieces of the same sequences, which is for models that
+            ``axo.parallelize`` makes, or that call :func:`axo.nn.attention`; it divides z.
         group: Ranks of torch.distributed that make up the world here, each of which calls this; the others do not.
             Default: all.
 
@@ -386,7 +414,7 @@ def connect(
     wrong: Exception | None = None
     try:
         seconds, meeting = _in_seconds("timeout", timeout), _in_seconds("meeting_timeout", meeting_timeout)
-        place, own_grid, own_stages = _checked(grid, device, device_options, pipeline)
+        place, own_grid, own_stages = _checked(grid, device, device_options, pipeline, context)
     except Exception as error:
         if alone_here:
             raise
@@ -410,7 +438,7 @@ def connect(
         ranks.give_up(wrong)
         raise wrong
     # Every rank learns every rank's grid first, so that all of them raise the same error.
-    asked = ranks.gather(f"{own_grid} {own_stages}", " (meeting_timeout=... waits longer)")
+    asked = ranks.gather(f"{own_grid} {own_stages} {context}", " (meeting_timeout=... waits longer)")
     grid, stages = _same_grid(asked)
     if launched is not None:
         dist.init_process_group(
@@ -428,11 +456,12 @@ def connect(
         everyone = meet(store, "connect", rank, world_size, place, seconds, options, meeting=left())
     before = everyone.limit_core(left())
     try:
-        comms = Communicators(grid, rank, everyone, launched is not None, seconds, stages=stages, group=group)
+        owns = launched is not None
+        comms = Communicators(grid, rank, everyone, owns, seconds, stages=stages, group=group, context=context)
     except Exception as error:
         tell_of(error, [everyone])  # peers wait for this rank, there or in an axis
         raise
-    for line in (comms.world, comms.pipeline, comms.x, comms.y, comms.z, comms.data):
+    for line in (comms.world, comms.pipeline, comms.context, comms.x, comms.y, comms.z, comms.data):
         line.set_timeout(seconds)
     everyone.limit_core(before)
     return comms
@@ -449,7 +478,7 @@ def check_comms(what: str, comms: object) -> None:
 
 
 def _checked(
-    grid: Grid | str, device: str | torch.device, options: DeviceOptions | None, pipeline: int
+    grid: Grid | str, device: str | torch.device, options: DeviceOptions | None, pipeline: int, context: int
 ) -> tuple[torch.device, Grid, int]:
     """What this rank asks for: device, grid and stages; and its process is set up for it."""
     place = resolve_device(device)
@@ -461,17 +490,26 @@ def _checked(
         raise ValueError(f"connect: grid={grid!r} is not a grid; pass a text such as '2x2x2x1', or an axo.Grid")
     if isinstance(pipeline, bool) or not isinstance(pipeline, int) or pipeline < 1:
         raise ValueError(f"connect: pipeline={pipeline!r} is not a number of stages; use a whole number of at least 1")
+    parsed = Grid.parse(grid)
+    if isinstance(context, bool) or not isinstance(context, int) or context < 1 or parsed.z % context:
+        fitting = ", ".join(str(count) for count in range(1, parsed.z + 1) if parsed.z % count == 0)
+        raise ValueError(
+            f"connect: context={context!r} ranks that share sequences do not divide z={parsed.z} of grid {parsed}; use"
+            f" one of {fitting}"
+        )
     if place.type == "cpu":
         keep_freed_memory()
-    return place, Grid.parse(grid), pipeline
+    return place, parsed, pipeline
 
 
 def _same_grid(asked: list[str]) -> tuple[Grid, int]:
     """The grid and the number of stages that all ranks ask for, checked against how many they are."""
-    each = [(Grid.parse(grid), int(stages)) for grid, stages in (one.split() for one in asked)]
-    grid, stages = each[0]
-    for rank, (other, of_other) in enumerate(each):
-        if (other, of_other) != each[0]:
+    each = [(Grid.parse(grid), int(stages), int(context)) for grid, stages, context in (one.split() for one in asked)]
+    grid, stages, context = each[0]
+    for rank, (other, of_other, its_context) in enumerate(each):
+        if its_context != context:
+            raise ValueError(f"connect: rank 0 asks for context={context} and rank {rank} for {its_context}; pass one")
+        if (other, of_other) != (grid, stages):
             raise ValueError(
                 f"connect: rank 0 asks for grid {grid.in_stages(stages)} and rank {rank} for"
                 f" {other.in_stages(of_other)}; pass one grid"

@@ -102,6 +102,8 @@ def check(config: TrainConfig) -> None:
             f"dryrun: model {config.model!r} is a mixture of experts, where the shapes of a step depend on the tokens;"
             " `axo plan` knows such models"
         )
+    if config.context > 1:
+        raise ValueError(f"dryrun: context={config.context} is not known to a dry run; leave it out")
     if config.precision == "16-mixed":
         raise ValueError("dryrun: precision='16-mixed' reads gradients to scale the loss; use bf16-mixed or 32-true")
     if config.pipeline == 1 and config.cuts != "even":

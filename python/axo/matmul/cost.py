@@ -49,6 +49,7 @@ REDUCE_OUTPUT = "reduce output"  # nothing hides it: the next layer waits
 REDUCE_INPUT_GRAD = "reduce input gradient"  # OAR hides it behind the weight-gradient product
 SCATTER_WEIGHT_GRAD = "scatter weight gradient"  # ORS hides it behind the layers before
 REDUCE_WEIGHT_GRAD = "reduce weight gradient"  # data axis, after the scatter
+PASS_KEYS = "pass keys on"  # the attention of the piece at hand hides it
 RELAYOUT = "re-layout"  # between whole activations and a layer's; nothing hides it
 STATISTICS = "statistics"  # per-token sums of norms and of the loss
 
@@ -408,6 +409,52 @@ def cross_entropy(
         ],
         grid,
     )
+
+
+def attention(
+    grid: Grid,
+    rows: int,
+    tokens: int,
+    heads: int,
+    groups: int,
+    head_size: int,
+    *,
+    context: int,
+    kind: str,
+    itemsize: int = 4,
+    recompute: bool = False,
+) -> list[Call]:
+    """Count what the attention of sequences over ``context`` ranks along z exchanges (``axo.nn.context_attention``).
+
+    Of n elements of keys and values on a rank "gather" puts n into an all-gather and c n into a reduce-scatter
+    backward; "ring" sends n c - 1 times, and twice that backward; "heads" moves queries, keys, values and outputs by
+    all-to-all, and their gradients back.
+
+    Args:
+        rows: Sequences of one context.
+        tokens: Of the rank that has the most: what is sent is padded to them.
+        heads, groups: Of queries, and of keys and values, on a rank.
+        head_size: Of each.
+        context: c, ranks that hold pieces of a sequence.
+        kind: "ring", "gather" or "heads".
+        itemsize: Bytes an element of the dtype that attention computes in.
+        recompute: The forward runs again before backward.
+    """
+    if context == 1:
+        return []
+    each = rows * tokens * head_size
+    keys, forward, calls = 2 * groups * each, (FORWARD, RECOMPUTE) if recompute else (FORWARD,), list[Call]()
+    if kind == "gather":
+        calls += [Call(phase, "all_gather", "z", keys, itemsize, RELAYOUT) for phase in forward]
+        calls.append(Call(BACKWARD, "reduce_scatter", "z", context * keys, itemsize, RELAYOUT))
+    elif kind == "ring":
+        for phase in (*forward, BACKWARD, BACKWARD):
+            calls += [Call(phase, op, "z", keys, itemsize, PASS_KEYS, calls=context - 1) for op in ("send", "recv")]
+    else:
+        for phase in (*forward, BACKWARD):
+            calls.append(Call(phase, "all_to_all", "z", heads * each, itemsize, RELAYOUT, calls=2))
+            calls.append(Call(phase, "all_to_all", "z", 2 * max(groups, context) * each, itemsize, RELAYOUT))
+    return calls
 
 
 def weight_grad(shard: int, grid: Grid, itemsize: int) -> list[Call]:

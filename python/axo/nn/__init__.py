@@ -5,12 +5,14 @@ What moves between ranks is in ``axo.matmul``; where a tensor lies is in ``axo.p
     layer                            what all of them share
     linear, conv, embedding, norm, group_norm, dropout, goldfish    the layers
     loss, linear_loss                of logits, and of a head whose logits never exist whole
+    context, context_attention       of sequences whose tokens lie on several ranks
     replicated, placeholder          modules that stay serial, and those that another pipeline stage has
     init, generator, randomness      first values and random numbers that agree between ranks
     chain, shared_input, sequence    whether layers fit each other, share an input, or split tokens over x
     torch_utils, quantize, shard_reads    on the parameters of a model: torch's utilities, few bits, who reads them
 """
 
+from axo.nn.context_attention import attention
 from axo.nn.conv import Conv2d
 from axo.nn.dropout import Dropout
 from axo.nn.embedding import Embedding
@@ -33,6 +35,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "RMSNorm",
+    "attention",
     "clip_grad_norm_",
     "cross_entropy",
     "init_weights",

@@ -17,14 +17,16 @@ from litgpt.config import Config
 from torch import nn
 
 from axo import settings
-from axo.arrangement import arrangement_of
+from axo.arrangement import Arrangement, arrangement_of
 from axo.checkpoint import folder
 from axo.comm import flight
 from axo.comm.device_choice import check_device
+from axo.nn.context import check_kind
 from axo.offload.options import Offload
 from axo.overlap.options import Overlap
 from axo.perf import cut, pipeline_schedule
 from axo.placement import check_divides
+from axo.plans import context
 from axo.plans.litgpt import plan
 from axo.train import data, models
 from axo.train.config import CHECKPOINTS, KEPT, LOG_NAME, OPTIMIZERS, PLOT_NAME, PRECISIONS, TrainConfig
@@ -73,6 +75,8 @@ def check_grid(config: TrainConfig) -> tuple[Config, nn.Module]:
     model = check_step(config)
     empty = models.build_empty(model)
     plan.check(empty, config.grid, arrangement_of("train", config.algorithm), config.sequence_parallel)
+    if config.context > 1:
+        context.check(empty, config.context_kind, config.context, config.grid.x)
     return model, empty
 
 
@@ -94,7 +98,8 @@ def check_step(config: TrainConfig) -> Config:
     if config.sequence_parallel:
         arrangement.only_axonn("train: sequence-parallel")
         check_divides("train", "seq-len", config.seq_len, "x", config.grid.x)
-    rows = len(data.rank_rows(config.batch_size, config.grid, config.grid.coords(0), arrangement))
+    _check_context(config, arrangement)
+    rows = len(data.rank_rows(config.batch_size, config.grid, config.grid.coords(0), arrangement, config.context))
     if rows % config.accumulate:
         raise ValueError(
             f"train: accumulate={config.accumulate} does not divide a rank's {rows} rows "
@@ -131,6 +136,18 @@ def _check_values(config: TrainConfig) -> None:
         )
     if config.goldfish_k == 1:
         raise ValueError("train: goldfish-k=1 would leave every token out; use 0 (off), or 2 and more")
+
+
+def _check_context(config: TrainConfig, arrangement: Arrangement) -> None:
+    check_kind("train", config.context_kind)
+    if config.context == 1:
+        return
+    arrangement.only_axonn("train: context")
+    if config.grid.z % config.context:
+        fitting = [count for count in range(1, config.grid.z + 1) if config.grid.z % count == 0]
+        raise ValueError(f"train: context={config.context} does not divide z={config.grid.z}; use one of {fitting}")
+    if config.sequence_parallel:
+        raise ValueError(f"train: sequence-parallel with context={config.context} is not supported; leave one out")
 
 
 def _check_stages(config: TrainConfig, blocks: int, rows: int) -> None:

@@ -76,6 +76,8 @@ class TrainConfig:
     sequence_parallel: bool = _option(
         False, RANKS, "Split the tokens of the residual stream over x: norms keep 1/x of their activations."
     )
+    context: int = _option(1, RANKS, "Neighbours along z that hold pieces of the same sequences.", AT_LEAST_1)
+    context_kind: str = _option("ring", RANKS, "How these see each other's keys and values: ring, gather or heads.")
     threads: int = _option(
         0, RANKS, "CPU threads of a rank; 0: its share of the cores.", Bounds("in [0, 4096]", 0, 4096)
     )

@@ -10,7 +10,8 @@ windows)`` with ``g = s * batch_size + r`` and ``epoch = g // windows``; the per
 no state. The global batch is therefore the same for every grid, and a resumed run goes on exactly where it stopped.
 
 The rows of the global batch are split over (data, z), data outermost, as the grid's rank order has it; peers on x and y
-read the same rows. Not here: document masks, mixing weights, padding.
+read the same rows, and so do the ranks of a context, each of which then keeps its tokens.
+Not here: document masks, mixing weights, padding.
 """
 
 from __future__ import annotations
@@ -207,21 +208,22 @@ def _load_tokenizer(path: Path) -> Tokenizer:
         raise ValueError(f"tokenizer: {path} is not a tokenizer.json: {error}") from None
 
 
-def rank_rows(batch_size: int, grid: Grid, coords: Coords, arrangement: Arrangement = AXONN) -> range:
-    """The rows of the global batch that a rank reads: contiguous, data outermost, then z; equal for peers on x and y.
+def rank_rows(batch_size: int, grid: Grid, coords: Coords, arrangement: Arrangement = AXONN, context: int = 1) -> range:
+    """The rows of the global batch that a rank reads: contiguous, data outermost, then z; equal for peers on x and y,
+    and for each ``context`` neighbours along z.
 
     Raises:
         ValueError: ``batch_size`` does not divide over the axes that split rows.
     """
-    parts = arrangement.row_parts(grid)
+    parts = arrangement.row_parts(grid) // context
     rows, rest = divmod(batch_size, parts)
     if rest:
         near = sorted({max(1, rows) * parts, -(-batch_size // parts) * parts})
         raise ValueError(
-            f"batch: batch-size={batch_size} rows do not divide over {'*'.join(reversed(arrangement.rows))}={parts} of"
-            f" grid {grid}; use {' or '.join(map(str, near))}"
+            f"batch: batch-size={batch_size} rows do not divide over {'*'.join(reversed(arrangement.rows))}"
+            f"{'/context' if context > 1 else ''}={parts} of grid {grid}; use {' or '.join(map(str, near))}"
         )
-    first = arrangement.row_part(grid, coords) * rows
+    first = arrangement.row_part(grid, coords) // context * rows
     return range(first, first + rows)
 
 

@@ -2,7 +2,7 @@
 
 One step, on a rank with D data ranks (z*data; Tesseract: x*z*data) and n tokens in all ranks' rows together:
 
-    for each piece:  logits = model(inputs)                      (rows, seq_len, V/Gx)
+    for each piece:  logits = model(inputs)                      (rows, its tokens, V/Gx)
                      loss   = sum of -log p(target) * D / n      so that the mean over data ranks is the serial mean
                      backward                                    gradients come back averaged over the D ranks
     clip the gradient norm, AdamW or Muon
@@ -31,6 +31,8 @@ from axo import pipeline
 from axo.comm.memory import most_held
 from axo.grid import AXES
 from axo.perf import cut
+from axo.placement import context_ranges
+from axo.sharding import cut_sequence
 from axo.train import data, models, recipe
 from axo.train.check import offload_of, overlap_of
 from axo.train.config import TrainConfig
@@ -73,10 +75,10 @@ class Trainer:
     ) -> None:
         self.config, self.comms, self.batches = config, comms, batches
         self.model, modules = built or build_model(config, comms)
-        self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement)
+        self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement, config.context)
         self._over_rows = [comms.axis(axis) for axis in comms.arrangement.rows if comms.grid.size(axis) > 1]
         self._data_ranks = comms.data_ranks
-        self._peers = comms.grid.world_size // comms.data_ranks  # ranks with the same rows
+        self._peers = comms.grid.world_size // comms.data_ranks  # ranks with the same tokens
         self.loss = axo.nn.CrossEntropyLoss(
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
@@ -98,7 +100,8 @@ class Trainer:
         blocked_before = comms.blocked_seconds
         lr = recipe.set_learning_rate(self.optimizer, index, config)
         inputs, targets = (torch.from_numpy(part).to(comms.device) for part in self.batches.read(index, self.rows))
-        mine, tokens = self.accumulate(inputs, recipe.wanted_targets(inputs, targets, config))
+        targets = recipe.wanted_targets(inputs, targets, config)
+        mine, tokens = self.accumulate(*(cut_sequence(part, comms) for part in (inputs, targets)))
         norm = float(self.update())
         blocked = [comms.blocked_seconds.get(axis, 0.0) - blocked_before.get(axis, 0.0) for axis in _AXES]
         of_rank = (float(mine), self.asked_to_stop(), most_held(comms.device), *blocked)
@@ -120,8 +123,8 @@ class Trainer:
         """Add the gradient of the mean loss over all ranks' tokens to ``.grad``.
 
         Args:
-            inputs, targets: This rank's rows, ``(rows, seq_len)``; their number may differ between data ranks. A
-                target of -100 counts for nothing.
+            inputs, targets: This rank's rows and tokens, ``(rows, tokens)``; their number may differ between data
+                ranks. A target of -100 counts for nothing.
 
         Returns:
             The sum of this rank's token losses (0 on a rank without the last stage), and the tokens of all data ranks
@@ -167,7 +170,9 @@ class Trainer:
     def _build_schedule(self, modules: list[nn.Module]) -> pipeline.Schedule:
         config, rows = self.config, len(self.rows) // self.config.accumulate
         most, context = -(-rows // config.microbatches), partial(recipe.autocast, config)
-        self.stages = pipeline.stages(modules, self.comms, rows=most, tokens=config.seq_len, forward_context=context)
+        ranges = context_ranges(config.seq_len, config.context, self.comms.context.rank)
+        tokens = sum(high - low for low, high in ranges)
+        self.stages = pipeline.stages(modules, self.comms, rows=most, tokens=tokens, forward_context=context)
         return pipeline.schedule(
             config.schedule, self.stages, microbatches=config.microbatches, loss=self._loss_of, mean=False, rows=rows
         )
@@ -185,6 +190,7 @@ def build_stages(config: TrainConfig, comms: axo.Communicators) -> tuple[GPT, li
     axo.parallelize(
         model, comms, plan="litgpt", algorithm=config.algorithm, sequence_parallel=config.sequence_parallel,
         zero=config.zero, overlap=overlap_of(config), offload=offload_of(config),
+        context=config.context_kind if config.context > 1 else None,
     )  # fmt: skip
     if config.pipeline == 1:
         return model, []

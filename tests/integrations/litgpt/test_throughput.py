@@ -57,7 +57,8 @@ def speak(folder, out, grid):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         pretrain(folder, out, {"flops": True}, grid)
     shown = re.findall(r"^  (?:([\d,]+) tokens/s \| )?([\d.]+) GB the largest rank", printed.getvalue(), re.MULTILINE)
-    return len(counted), re.findall(r"Measured TFLOPs: ([\d.]+)", printed.getvalue()), shown
+    speed = re.findall(r"(?:Training Time|Tok/sec) +: ([\d.,]+)", printed.getvalue())
+    return len(counted), re.findall(r"Measured TFLOPs: ([\d.]+)", printed.getvalue()), shown, speed
 
 
 @pytest.mark.parametrize("grid", [None, "1x2x1x2", pytest.param("2x2x2x1", marks=pytest.mark.soak)], ids=str)
@@ -68,14 +69,17 @@ def test_speed_is_counted_once(folder, grid):
     out = f"speed-{grid}"
     said = run_ranks(speak, ranks, folder, out, grid, env=environment, timeout=180)
     assert [times for times, *_ in said] == [1, *[0] * (ranks - 1)]
-    printed, shown = said[0][1:]
+    printed, shown, speed = said[0][1:]
     flops = flops_by_hand() * 10**8
     assert [float(number) for number in printed] == [pytest.approx(flops / 1e12, abs=0.005)]
     _, _, z, data = map(int, (grid or "1x1x1x1").split("x"))
     files = list((folder / out / "logs" / "csv").glob("*/metrics.csv"))
     rows = [row for file in files for row in csv.DictReader(file.open()) if row["loss"]]
     assert len(rows) == STEPS
-    if grid is not None:  # under each of LitGPT's lines, on rank 0
+    if grid is not None:
+        seconds, rate = (float(number.replace(",", "")) for number in speed)  # LitGPT saves in that time, too
+        assert STEPS * ROWS * LENGTH / seconds < 1.01 * rate < 100 * STEPS * ROWS * LENGTH / seconds
+        # Under each of LitGPT's lines, on rank 0.
         assert [gb for _, gb in shown] == [f"{float(row['memory_gb']):.2f}" for row in rows] and not said[1][2]
         assert [rate for rate, _ in shown[1:]] == [f"{float(row['tokens_per_sec']):,.0f}" for row in rows[1:]]
     for step, row in enumerate(rows, 1):

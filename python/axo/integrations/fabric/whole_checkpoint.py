@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from axo.checkpoint.boxes import Parts
 from axo.checkpoint.folder import whole_file
-from axo.checkpoint.state import plain_optimizer, state_parts, with_names
+from axo.checkpoint.state import plain_optimizer, state_parts, values_of_none, with_names
 from axo.checkpoint.stored import read_plain
 from axo.integrations.fabric.stages import StageRunner
 from axo.optim import checks
@@ -87,7 +87,7 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: StageRunner
     """The whole state dict of an optimizer over sharded parameters, tensor by tensor. Every rank must call it.
 
     Raises:
-        ValueError: A state tensor has neither the shape of its parameter nor a single element.
+        ValueError: A state tensor has neither the shape of its parameter nor a single element, or is not a parameter's.
     """
     own, of_all_stages = _names(optimizer, stages)
     parts = {
@@ -95,7 +95,7 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: StageRunner
         for name, parameter in with_names(optimizer, own)
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-    values: dict[Any, dict[str, Any]] = {}
+    values: dict[Any, dict[str, Any]] = dict(values_of_none(optimizer))
     for (name, key), whole in _whole(parts, keep, stages).items():
         values.setdefault(name, {})[key] = whole
     options = map(checks.without, optimizer.param_groups)

@@ -1,0 +1,179 @@
+"""Sequences over z: which tokens a rank of a context has, and what its ranks tell each other of a batch.
+
+``axo.connect(grid, context=c)`` lets c neighbours along z hold pieces of the same sequences: rank i has pieces i and
+2c - 1 - i of 2c (``axo.placement.context_ranges``). Rows over z are tokens then. Layers that work token by token need
+nothing; attention looks beyond its own tokens (``axo.nn.attention``), positions count from the sequence's start, and
+the label of a piece's last token is another rank's. A batch has one ``Pieces``, which goes with it through the model,
+so that a block that is run again in backward sees the documents of its own batch.
+
+Not here: how a model is told (``axo.plans.context``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+from axo.check import one_of
+from axo.comm.communicator import Communicator
+from axo.comm.transports import alone
+from axo.errors import Refused
+from axo.placement import Range, context_ranges
+
+KINDS = ("ring", "gather", "heads")
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """How a batch of sequences lies on the ranks of a context.
+
+    Attributes:
+        length: Tokens of each sequence.
+        communicator: Of the context, ``comms.context``.
+        kind: How its attention exchanges keys and values: "ring", "gather" or "heads".
+        documents: Whose tokens see each other: a number for each token, ``(rows, length)``, which does not fall along a
+            sequence; None: all of a sequence.
+    """
+
+    length: int
+    communicator: Communicator
+    kind: str = "ring"
+    documents: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_kind("context", self.kind)
+
+    @property
+    def ranks(self) -> int:
+        """Of the context."""
+        return self.communicator.size
+
+    @cached_property
+    def on_one_rank(self) -> Pieces:
+        """The same batch, all of whose tokens a rank has."""
+        return replace(self, communicator=alone("context", self.communicator.device))
+
+    def ranges(self, rank: int | None = None) -> list[Range]:
+        """The two ranges of tokens that a rank has; default: this one."""
+        return context_ranges(self.length, self.ranks, self.communicator.rank if rank is None else rank)
+
+    def tokens(self, rank: int | None = None) -> int:
+        """How many these are."""
+        return sum(high - low for low, high in self.ranges(rank))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the rank that has the most: what is exchanged is padded to them."""
+        return max(map(self.tokens, range(self.ranks)))
+
+    @cached_property
+    def document_starts(self) -> tuple[list[int], list[int]]:
+        """Where the document of each token begins: at the earliest, and at the latest, of all rows."""
+        assert self.documents is not None
+        numbers = self.documents
+        first = torch.arange(self.length, device=numbers.device).expand_as(numbers).contiguous()
+        first[:, 1:].masked_fill_(numbers[:, 1:] == numbers[:, :-1], 0)
+        starts = first.cummax(1).values
+        return starts.amin(0).tolist(), starts.amax(0).tolist()
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """Where this rank's tokens stand in the sequence, ``(tokens,)``."""
+        return torch.cat([torch.arange(low, high, device=device) for low, high in self.ranges()])
+
+    def cut(self, whole: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
+        """A rank's tokens of a tensor with those of all, padded by zeros to ``longest``."""
+        mine = torch.cat([whole.narrow(dim, low, high - low) for low, high in self.ranges(rank)], dim)
+        return pad(mine, self.longest, dim)
+
+    def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """All tokens in their order, of what :meth:`cut` gave each rank."""
+        starts = dict[int, torch.Tensor]()
+        for rank, part in enumerate(parts):
+            (early, middle), (late, end) = self.ranges(rank)
+            if early < middle:
+                starts[early] = part.narrow(dim, 0, middle - early)
+            if late < end:
+                starts[late] = part.narrow(dim, middle - early, end - late)
+        return torch.cat([starts[start] for start in sorted(starts)] or [parts[0].narrow(dim, 0, 0)], dim)
+
+
+def pad(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """``tensor`` with zeros behind its end along ``dim``, which becomes ``size``."""
+    missing = size - tensor.shape[dim]
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim % tensor.dim()) + [0, missing]) if missing else tensor
+
+
+def pieces_of(tokens: torch.Tensor, communicator: Communicator, kind: str = "ring") -> Pieces:
+    """How the batch lies of which this rank has ``tokens``. Collective over a context: two numbers a rank.
+
+    Args:
+        tokens: Ids or features of this rank's tokens, ``(rows, its tokens, ...)``.
+        communicator: ``comms.context``.
+        kind: ``"ring"``, ``"gather"`` or ``"heads"``.
+
+    Raises:
+        ValueError: The ranks' tokens are no pieces of the same sequences; on every rank.
+    """
+    mine = torch.tensor([tokens.shape[:2]], device=communicator.device)
+    shapes = communicator.all_gather(mine).tolist()
+    pieces = Pieces(sum(count for _, count in shapes), communicator, kind)
+    if shapes != [[shapes[0][0], pieces.tokens(rank)] for rank in range(communicator.size)]:
+        raise ValueError(
+            f"context: the ranks hold (rows, tokens) = {shapes}, which are no pieces of the same sequences of"
+            f" {pieces.length} tokens; cut whole batches by axo.shard_batch(batch, comms), and pack or pad sequences of"
+            " different lengths"
+        )
+    return pieces
+
+
+def whole_tokens(mine: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    """Gather numbers of tokens over a context: ``(rows, its tokens)`` -> ``(rows, length)``. No gradients."""
+    parts = pieces.communicator.all_gather(pad(mine, pieces.longest, 1).contiguous().unsqueeze(0))
+    return pieces.join(list(parts), 1)
+
+
+def next_labels(labels: torch.Tensor, pieces: Pieces, ignored: int = -100) -> torch.Tensor:
+    """The label of each token is that of the next one: ``(rows, its tokens)``; the last of a sequence has none."""
+    shifted = F.pad(whole_tokens(labels, pieces)[:, 1:], (0, 1), value=ignored)
+    return pieces.cut(shifted, pieces.communicator.rank, 1)[:, : labels.shape[1]].contiguous()
+
+
+def with_documents(pieces: Pieces, positions: torch.Tensor) -> Pieces:
+    """The same batch, of packed documents that do not see each other.
+
+    Args:
+        pieces: The batch.
+        positions: Of this rank's tokens, ``(rows or 1, its tokens)``; they begin at 0 with each document.
+    """
+    numbers = whole_tokens((positions == 0).to(torch.uint8), pieces).cumsum(1, dtype=torch.int32)
+    packed = bool((numbers[:, -1:] > 1).any())
+    return replace(pieces, documents=numbers) if packed else pieces
+
+
+def check_kind(owner: str, kind: str, wanted: str = "") -> None:
+    """Refuse an exchange that is not known, or that cannot do what attention wants.
+
+    Raises:
+        ValueError: It is not known.
+        Refused: ``wanted``, what the model's own attention does to scores, is not for it.
+    """
+    one_of(f"{owner}: context", kind, KINDS)
+    if wanted and kind != "gather":
+        raise Refused(f"{owner}: context={kind!r} cannot have {wanted}; use context='gather'")
+
+
+def check_heads(owner: str, kind: str, heads: int, groups: int, ranks: int) -> None:
+    """Refuse heads of a rank that cannot be given to the ranks of a context.
+
+    Raises:
+        Refused: The kind is "heads" and they do not divide.
+    """
+    if kind == "heads" and (heads % ranks or (groups % ranks and ranks % groups)):
+        raise Refused(
+            f"{owner}: context='heads' cannot give a rank's {heads} heads of queries and {groups} of keys and values to"
+            f" {ranks} ranks; use context='ring' or 'gather'"
+        )

@@ -1,0 +1,142 @@
+"""Attention over sequences whose tokens lie on several ranks equals torch's own on one.
+
+Oracles: ``torch.nn.functional.scaled_dot_product_attention`` with a mask that is written out here, and autograd.
+"""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import axo
+from axo.arrangement import TESSERACT
+from axo.matmul import cost
+from axo.nn import context_attention as module
+from axo.nn.context import pieces_of, with_documents
+from tests.launcher import run_ranks
+from tests.nn.support import assert_close, assert_counted
+
+LIMIT = 1e-5
+
+
+def whole_batch(length, heads=4, groups=2, size=8, dtype=torch.float32):
+    torch.manual_seed(length)
+    return [torch.randn(2, count, length, size).to(dtype).requires_grad_() for count in (heads, groups, groups)]
+
+
+def seen(length, window=None, documents=None):
+    """Which key each query sees: (1 or rows, 1, length, length)."""
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    mask = (key <= query) & (key > query - (window or length))
+    mask = mask[None, None]
+    return mask if documents is None else mask & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def serial(query, key, value, mask):
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+def positions(length):
+    """Of two rows of documents of unequal lengths, some of one token."""
+    rows = []
+    for starts in ({0, 1, 2, length // 2}, {0, length // 3, length - 1}):
+        place, row = 0, []
+        for token in range(length):
+            place = 0 if token in starts else place
+            row.append(place)
+            place += 1
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+def attend(comms, kind, length, window=None, packed=False, dtype=torch.float32, limit=LIMIT, **sizes):
+    what = f"{kind}, {length} tokens, window {window}, packed {packed}"
+    place = positions(length)
+    whole = whole_batch(length, dtype=dtype, **sizes)
+    output = serial(*whole, seen(length, window, (place == 0).cumsum(1) if packed else None))
+    direction = torch.randn(output.shape).to(dtype)
+    expected = [output, *torch.autograd.grad(output, whole, direction)]
+    context = comms.context
+
+    def cut(tensor, dim=2):
+        ranges = axo.placement.context_ranges(length, context.size, context.rank)
+        return torch.cat([tensor.narrow(dim, low, high - low) for low, high in ranges], dim)
+
+    mine = [cut(each.detach()).requires_grad_() for each in whole]
+    pieces = pieces_of(cut(place, 1), context, kind)
+    assert pieces.length == length
+    if packed:
+        pieces = with_documents(pieces, cut(place, 1))
+    with axo.count_collectives() as counts:
+        output = axo.nn.attention(*mine, pieces, window=window)
+        output.backward(cut(direction))
+    rows, heads, _, size = mine[0].shape
+    shape = (rows, pieces.longest, heads, mine[1].shape[1], size)
+    calls = cost.attention(comms.grid, *shape, context=context.size, kind=kind, itemsize=mine[0].itemsize)
+    assert_counted(counts, calls)
+    found = [output, *(each.grad for each in mine)]
+    for name, one, other in zip(("output", "query", "key", "value"), found, expected, strict=True):
+        assert_close(one, cut(other), limit, f"{what}: {name} on rank {context.rank}")
+
+
+def every_kind(context):
+    comms = axo.connect(f"1x1x{context}x1", context=context)
+    for kind, length in itertools.product(("gather", "ring", "heads"), (1, 3, 16, 37)):
+        for window, packed in ((None, False), (5, False), (None, True), (4, True)):
+            attend(comms, kind, length, window, packed)
+    attend(comms, "ring", 37, heads=3, groups=1)
+    attend(comms, "heads", 37, heads=4, groups=1)
+    module._QUERIES = 4  # several ranges of queries in a piece
+    for kind in ("gather", "ring", "heads"):
+        attend(comms, kind, 61, 7, True)
+        attend(comms, kind, 32, dtype=torch.bfloat16, limit=2e-2)
+
+
+@pytest.mark.parametrize("context", [2, 4])
+def test_every_kind_equals_torch(context):
+    run_ranks(every_kind, context, context)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_what_gpus_compute_beside_flash_attention(monkeypatch, causal, masked):
+    """Ranges with a mask, and all of fp32, are written out there: the same as the operator of CPUs gives."""
+    query, keys, grad = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 16), torch.randn(2, 4, 6, 8)
+    mask = torch.zeros(6, 6).masked_fill(~seen(6, 3)[0, 0], -1e30) if masked else None
+    rest = (keys, causal and not masked, mask, 0.3)
+    expected = module._forward(query, *rest)
+    gradients = module._backward(grad, query, *expected, *rest)
+    monkeypatch.setattr(module, "_on_cpu", lambda tensor: False)
+    output = module._forward(query, *rest)
+    found = module._backward(grad, query, *output, *rest)
+    for one, other in zip((*output, *found), (*expected, *gradients), strict=True):
+        assert_close(one, other, LIMIT, f"causal {causal}, mask {masked}")
+
+
+def mistakes():
+    comms = axo.connect("1x1x4x1", context=2)
+    tokens = torch.zeros(2, 3 + 2 * (comms.rank == 1), dtype=torch.int64)
+    with (
+        pytest.raises(ValueError, match="no pieces of the same sequences of")
+        if comms.rank < 2
+        else contextlib.nullcontext()
+    ):
+        pieces_of(tokens, comms.context)
+    pieces = pieces_of(tokens[:, :3], comms.context, "heads")
+    for heads, count, error in ((3, 3, "cannot give a rank's 3 heads"), (4, 2, "2 tokens are not the 3 that rank")):
+        with pytest.raises(ValueError, match=error):
+            axo.nn.attention(*torch.zeros(3, 2, heads, count, 8), pieces)
+    with pytest.raises(ValueError, match="context='star' is not known"):
+        pieces_of(tokens[:, :3], comms.context, "star")
+    with pytest.raises(axo.Refused, match="algorithm"):
+        comms.arrange(TESSERACT)
+    with pytest.raises(ValueError, match="context=3 ranks that share sequences do not divide z=4"):
+        axo.connect("1x1x4x1", context=3)
+    with pytest.raises(ValueError, match="rank 0 asks for context=1 and rank 3 for 2"):
+        axo.connect("1x1x4x1", context=1 + (comms.rank == 3))
+
+
+def test_mistakes():
+    run_ranks(mistakes, 4)

@@ -1,0 +1,198 @@
+"""Models whose sequences lie on several ranks along z: losses and gradients equal serial.
+
+Oracles: the serial ``litgpt.GPT`` and transformers' own classes with their own attention and loss.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from litgpt.config import Config
+from litgpt.model import GPT
+
+import axo
+from tests.gpt import LLAMA, NEOX
+from tests.launcher import run_ranks
+from tests.nn.support import assert_close, assert_gradients_match, gradients_of, mean_over_data_ranks, once, seed_apart
+
+LIMIT = 1e-5
+ROWS, TOKENS = 4, 13  # no number of pieces divides them
+WINDOW = {
+    **LLAMA,
+    "sliding_window_size": 5,
+    "sliding_window_indices": [1, 0],
+    "rope_indices": [0, 1],
+    "rope_local_base_freq": 500,
+}
+CAPPED = {**WINDOW, "rope_indices": None, "attention_logit_softcapping": 5.0, "attention_scores_scalar": 11}
+LATENT = {
+    **LLAMA, "n_query_groups": 8, "head_size": 16, "rope_interleave": True,
+    "latent_attention": {
+        "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4,
+    },
+}  # fmt: skip
+MODELS = {"llama": LLAMA, "neox": NEOX, "window": WINDOW, "capped": CAPPED, "latent": LATENT}
+HF = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8,
+}  # fmt: skip
+FAMILIES = {
+    "Llama": {},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "Qwen3": {},
+    "Gemma": {},
+    "Gemma2": {"sliding_window": 5},
+    "Gemma3": {"sliding_window": 5},
+    "Mistral": {"sliding_window": 5},
+}
+
+
+def tokens_of(vocabulary):
+    return torch.randint(vocabulary, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(3))
+
+
+def litgpt(cases):
+    dist.init_process_group("axo")
+    for grid, context, kind, name in cases:
+        comms = axo.connect(grid, context=context)
+        config, ids = Config(**MODELS[name]), tokens_of(100)
+
+        def serial(config=config, ids=ids):
+            torch.manual_seed(1000)
+            model = GPT(config)
+            loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            return loss.detach(), gradients_of(model)
+
+        expected, gradients = once(serial)
+        seed_apart(comms)
+        model = axo.parallelize(GPT(config), comms, context=kind)
+        mine, targets = (axo.shard_batch(part.contiguous(), comms) for part in (ids[:, :-1], ids[:, 1:]))
+        loss = axo.nn.cross_entropy(model(mine), targets, comms=comms, columns=config.padded_vocab_size)
+        loss = loss * axo.token_weight(targets.numel(), comms)
+        loss.backward()
+        what = f"{grid} context {context} {kind} {name}"
+        assert_close(torch.tensor(mean_over_data_ranks(comms, loss)), expected, LIMIT, what)
+        assert_gradients_match(model, gradients, LIMIT, what)
+        comms.close()
+
+
+def test_litgpt_equals_serial():
+    run_ranks(
+        litgpt,
+        8,
+        [
+            ("2x2x2x1", 2, "ring", "llama"),
+            ("2x1x2x2", 2, "heads", "neox"),
+            ("1x1x8x1", 8, "ring", "window"),
+            ("1x2x4x1", 2, "gather", "capped"),
+            ("2x1x4x1", 4, "gather", "latent"),
+        ],
+    )
+
+
+def packed_positions():
+    """Rows of documents of 1, 7, ... tokens that cross pieces."""
+    lengths = ([1, 7, 5], [13], [6, 1, 1, 5], [2, 11])
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+
+
+def hugging_face(cases):
+    import transformers
+
+    dist.init_process_group("axo")
+    for grid, context, kind, family, packed in cases:
+        comms = axo.connect(grid, context=context)
+        suffix = "TextConfig" if family == "Gemma3" else "Config"
+        config = getattr(transformers, family + suffix)(**HF, **FAMILIES[family])
+        config._attn_implementation = "eager" if family == "Gemma2" else "sdpa"
+        batch = {"input_ids": tokens_of(61)[:, :-1].contiguous()}
+        batch["labels"] = batch["input_ids"].masked_fill(torch.arange(ROWS)[:, None] * 4 > torch.arange(TOKENS), -100)
+        if packed:
+            batch["position_ids"] = packed_positions()
+
+        def serial(config=config, batch=batch, family=family):
+            torch.manual_seed(1000)
+            model = getattr(transformers, f"{family}ForCausalLM")(config).train()
+            options = dict(batch)
+            if "position_ids" in batch:
+                documents = (batch["position_ids"] == 0).cumsum(1)
+                seen = (documents[:, :, None] == documents[:, None]) & torch.ones(TOKENS, TOKENS).bool().tril()
+                options["attention_mask"] = torch.zeros(ROWS, 1, TOKENS, TOKENS).masked_fill(~seen[:, None], -1e30)
+            loss = model(**options, use_cache=False).loss
+            loss.backward()
+            return loss.detach(), gradients_of(model)
+
+        expected, gradients = once(serial)
+        seed_apart(comms)
+        model = getattr(transformers, f"{family}ForCausalLM")(copy.deepcopy(config)).train()
+        axo.parallelize(model, comms, plan="auto", context=kind)
+        loss = model(**axo.shard_batch(batch, comms)).loss
+        loss.backward()
+        what = f"{grid} context {context} {kind} {family} {packed}"
+        assert_close(torch.tensor(mean_over_data_ranks(comms, loss)), expected, LIMIT, what)
+        assert_gradients_match(model, gradients, LIMIT, what)
+        comms.close()
+
+
+def test_hugging_face_equals_its_own():
+    cases = [
+        ("2x2x2x1", 2, "ring", "Llama", False),
+        ("1x1x4x2", 4, "ring", "Llama", True),
+        ("2x1x4x1", 2, "heads", "Qwen2", False),
+        ("1x1x8x1", 4, "gather", "Qwen3", True),
+        ("1x2x2x2", 2, "heads", "Gemma", True),
+        ("2x1x4x1", 4, "gather", "Gemma2", False),
+        ("1x1x8x1", 8, "ring", "Gemma3", False),
+        ("2x1x2x2", 2, "ring", "Mistral", False),
+    ]
+    run_ranks(hugging_face, 8, cases, preload=("transformers",))
+
+
+def mistakes():
+    import transformers
+
+    comms = axo.connect("1x1x2x1", context=2)
+    for name, kind, error in (
+        ("capped", "ring", "context='ring' cannot have soft-capped scores"),
+        ("latent", "heads", "cannot have latent attention"),
+        ("llama", "star", "context='star' is not known"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            axo.parallelize(GPT(Config(**MODELS[name])), comms, context=kind)
+    with pytest.raises(axo.Refused, match="sequence_parallel=True in a context"):
+        axo.parallelize(GPT(Config(**LLAMA)), comms, sequence_parallel=True)
+    with pytest.raises(axo.Refused, match="a rank's 3 heads"):
+        axo.parallelize(GPT(Config(**{**NEOX, "n_embd": 48, "n_head": 3})), comms, context="heads")
+    with pytest.raises(axo.Refused, match="context=2 is not known of this model"):
+        axo.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4)), comms, plan="auto")
+    with pytest.raises(axo.Refused, match="in a context is not supported; use 0"):
+        config = transformers.LlamaConfig(**HF, attention_dropout=0.1)
+        axo.parallelize(transformers.LlamaForCausalLM(config), comms, plan="auto")
+    model = axo.parallelize(GPT(Config(**LLAMA)), comms)
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises(axo.Refused, match="a GPT takes no input_pos"):
+        model(ids, torch.arange(4))
+    with pytest.raises(ValueError, match="sequences of 40 tokens are longer than max_seq_length=32"):
+        model(torch.zeros(2, 20, dtype=torch.int64))
+    with pytest.raises(ValueError, match="a model with sequences over 2 ranks cannot move in memory"):
+        axo.regrid(model, None, "2x1x1x1")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**HF))
+    axo.parallelize(model, comms, plan="auto")
+    mask = torch.ones(2, 4, dtype=torch.int64)
+    model(ids, mask)
+    if comms.rank == 1:  # only this one's tokens hold padding
+        mask[0, 0] = 0
+    with pytest.raises(axo.Refused, match="an attention_mask that hides tokens"):
+        model(ids, mask)
+    with pytest.raises(axo.Refused, match="cu_seq_lens_q is not supported"):
+        model(ids, cu_seq_lens_q=torch.tensor([0, 8]))
+    comms.close()
+    with pytest.raises(ValueError, match="context='ring' is of ranks that share sequences"):
+        axo.parallelize(GPT(Config(**LLAMA)), axo.connect("2x1x1x1"), context="ring")
+
+
+def test_mistakes():
+    run_ranks(mistakes, 2, preload=("transformers",))
