@@ -60,15 +60,15 @@ def takes_fields(wanted: Container[str] | None = None, **defaults: Any) -> Calla
     return decorate
 
 
-def said(context: typer.Context, options: Iterable[str]) -> set[str]:
+def said(call: typer.Context, options: Iterable[str]) -> set[str]:
     """Those of the options that the user has given."""
-    sources = {name: context.get_parameter_source(name) for name in options}
+    sources = {name: call.get_parameter_source(name) for name in options}
     return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
 
 
 @takes_fields()
 def train(
-    context: typer.Context,
+    call: typer.Context,  # "context" is an option
     paths: Annotated[
         list[str] | None, typer.Argument(metavar="[PATH]...", help="More text, so that '--data A B C' is A, B and C.")
     ] = None,
@@ -92,7 +92,7 @@ def train(
     **options: Any,
 ) -> None:  # fmt: skip
     """Train a LitGPT model on a grid of ranks: new local ones, or those that torchrun started."""
-    given, automatic = said(context, options), options["grid"] == "auto"
+    given, automatic = said(call, options), options["grid"] == "auto"
     for name, value in (("ranks", ranks), ("machine", machine)):
         if value and not automatic:
             raise ValueError(f"{name}={value} is for --grid auto; with a grid of your own leave it out")
