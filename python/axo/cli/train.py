@@ -68,7 +68,7 @@ def said(context: typer.Context, options: Iterable[str]) -> set[str]:
 
 @takes_fields()
 def train(
-    context: typer.Context,
+    command_line: typer.Context,
     paths: Annotated[
         list[str] | None, typer.Argument(metavar="[PATH]...", help="More text, so that '--data A B C' is A, B and C.")
     ] = None,
@@ -92,7 +92,7 @@ def train(
     **options: Any,
 ) -> None:  # fmt: skip
     """Train a LitGPT model on a grid of ranks: new local ones, or those that torchrun started."""
-    given, automatic = said(context, options), options["grid"] == "auto"
+    given, automatic = said(command_line, options), options["grid"] == "auto"
     for name, value in (("ranks", ranks), ("machine", machine)):
         if value and not automatic:
             raise ValueError(f"{name}={value} is for --grid auto; with a grid of your own leave it out")
