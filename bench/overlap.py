@@ -27,7 +27,7 @@ from axo_kernels import FusedCommunicator, SignalTimeout, adapt
 from axo_kernels import device as devices
 from axo_kernels.fused.chunks import chunk_order
 from axo_kernels.fused.segments import SegmentedProduct
-from axo_kernels.fused.strategies import FusedPlan, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.strategies import FusedPlan, run_all_gather, run_reduce_scatter, start_all_reduce, unreachable
 from axo_kernels.gemm.layout import Product, product_of
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.tune.timing import paired, relative_error
@@ -195,6 +195,12 @@ def _case(
         for strategy in strategies
         for chunks in counts
     }
+    if not isinstance(comm, SimulatedCommunicator) and operation != "all_gather_matmul":
+        why = unreachable(comm, device)
+        if why:
+            table.note(f"{operation}: no push: {why}")
+        else:
+            rivals["push", 1] = _call(operation, a, b, comm, layout, "push", 1)
     errors = {key: relative_error(call(), expected) for key, call in rivals.items()}
     own = _own(a, b, comm, product, operation, device)
     quiet = comm.without_effects() if isinstance(comm, SimulatedCommunicator) else nullcontext()

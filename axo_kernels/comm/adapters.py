@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
 
-from axo_kernels.comm.communicator import FusedCommunicator, Pending
+from axo_kernels.comm.communicator import FusedCommunicator, PeerMemory, Pending
 from axo_kernels.comm.host_stream import DONE
 from axo_kernels.fused.workspace import Workspace
 
@@ -39,6 +39,20 @@ _MOST_CHANNELS = 32
 CAPS = (4, 8, 16)
 
 
+# The version of NCCL whose gathers by copy engines take no multiprocessor.
+_ZERO_CTA = 22800
+
+
+def symmetric_memory(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> PeerMemory:
+    """Bytes of zeros on each rank that all GPUs of a group map: torch's symmetric memory. Collective."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    mine = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, group.group_name).zero_()
+    torch.cuda.synchronize(device)  # zeros before any peer writes
+    handle: Any = _SymmetricMemory.rendezvous(mine, group.group_name)
+    return PeerMemory(mine, tuple(handle.buffer_ptrs), handle)
+
+
 def _issued(work: object) -> Pending:
     """What torch gives for a pending operation; None, for a rank outside the group, cannot happen here."""
     assert work is not None
@@ -61,6 +75,10 @@ class ProcessGroupCommunicator(FusedCommunicator):
 
     def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
         return _issued(_reduce_scatter(out, tensor, group=self.group, async_op=True))
+
+    def peer_memory(self, nbytes: int, device: torch.device) -> PeerMemory:
+        assert self.group is not None
+        return symmetric_memory(nbytes, device, self.group)
 
     @property
     def reserved_units(self) -> int:
@@ -99,11 +117,16 @@ class DeviceCollectives(Collectives, Protocol):
     def stream(self) -> int: ...
     @property
     def reserved_ctas(self) -> int: ...
+    @property
+    def library_version(self) -> int: ...
     def capped(self, max_ctas: int, /) -> Self: ...
     def follow(self) -> None: ...
     def signalled(self) -> AbstractContextManager[None]: ...
     def wait_flag(self, flag: Any, value: int, /) -> None: ...
     def write_flag(self, flag: Any, value: int, /) -> None: ...
+
+
+Window = Callable[[Any, tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
 
 
 class AxoCommunicator(FusedCommunicator):
@@ -113,6 +136,7 @@ class AxoCommunicator(FusedCommunicator):
         super().__init__(communicator.rank, communicator.size, timeout)
         self.communicator = communicator
         self.op = op
+        self.scale = 1 / communicator.size if op == "avg" else 1.0
 
     @property
     def _decisions(self) -> torch.device:
@@ -148,10 +172,19 @@ class DeviceAxoCommunicator(AxoCommunicator):
     communicator: DeviceCollectives
 
     def __init__(
-        self, communicator: DeviceCollectives, timeout: float = 60.0, op: str = "sum", channels: int = 0
+        self,
+        communicator: DeviceCollectives,
+        timeout: float = 60.0,
+        op: str = "sum",
+        channels: int = 0,
+        window: Window | None = None,
+        group: Callable[[], dist.ProcessGroup] | None = None,
     ) -> None:
         super().__init__(communicator, timeout, op)
         self._channels = channels
+        self._window = window
+        self._group = group
+        self._windowed: DeviceAxoCommunicator | None = None
         self._capped: dict[int, DeviceAxoCommunicator] = {}
         self._works: list[Pending] = []
         self._by_driver = torch.version.hip is None
@@ -182,6 +215,31 @@ class DeviceAxoCommunicator(AxoCommunicator):
             capped.ran = self.ran
             self._capped[channels] = capped
         return self._capped[channels]
+
+    @property
+    def without_windows(self) -> str:
+        if self._window is None:
+            return "adapt() was given nothing that makes windows"
+        if torch.version.hip is not None:
+            return "RCCL has no gathers without a multiprocessor"
+        if self.communicator.library_version < _ZERO_CTA:
+            return f"NCCL {self.communicator.library_version} is older than 2.28"
+        return "split_share=True" if getattr(self.communicator, "shares_buffers", False) else ""
+
+    def windowed(self) -> FusedCommunicator:
+        if self.without_windows:
+            return super().windowed()
+        if self._windowed is None:
+            assert self._window is not None
+            twin = DeviceAxoCommunicator(self.communicator.capped(0), self.timeout, self.op)
+            twin.ran, twin.empty = self.ran, partial(self._window, twin.communicator)
+            self._windowed = twin
+        return self._windowed
+
+    def peer_memory(self, nbytes: int, device: torch.device) -> PeerMemory:
+        if self._group is None:
+            raise ValueError("adapt() was given no process group, by which torch shares memory")
+        return symmetric_memory(nbytes, device, self._group())
 
     def poll(self) -> None:
         super().poll()
@@ -246,9 +304,18 @@ class SoloCommunicator(FusedCommunicator):
 
     _reduce_scatter = _all_gather
 
+    def peer_memory(self, nbytes: int, device: torch.device) -> PeerMemory:
+        mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return PeerMemory(mine, (mine.data_ptr(),))
+
 
 def adapt(
-    communicator: Collectives | dist.ProcessGroup | FusedCommunicator | None, timeout: float = 60.0, op: str = "sum"
+    communicator: Collectives | dist.ProcessGroup | FusedCommunicator | None,
+    timeout: float = 60.0,
+    op: str = "sum",
+    *,
+    window: Window | None = None,
+    group: Callable[[], dist.ProcessGroup] | None = None,
 ) -> FusedCommunicator:
     """Wrap a communicator once, and keep the result: it holds the workspaces and the record of what ran.
 
@@ -257,6 +324,10 @@ def adapt(
             rank when torch.distributed is not initialised), or something wrapped already.
         timeout: Seconds after which a flag that nobody sets is reported.
         op: What the reduce-scatters of an axo.Communicator do, ``"sum"`` or ``"avg"``.
+        window: Of an axo.Communicator on GPUs: makes a tensor of a shape, dtype and device that is a window of the
+            communicator, collectively. Gathers in windows take no multiprocessor.
+        group: The same ranks as a process group, made when first wanted, by which torch shares their memory:
+            for ``strategy="push"``.
 
     Raises:
         ValueError: The object is none of these.
@@ -279,5 +350,6 @@ def adapt(
             f"torch.distributed.ProcessGroup"
         )
     if hasattr(communicator, "wait_flag"):
-        return DeviceAxoCommunicator(cast("DeviceCollectives", communicator), timeout, op)
+        device = cast("DeviceCollectives", communicator)
+        return DeviceAxoCommunicator(device, timeout, op, window=window, group=group)
     return AxoCommunicator(communicator, timeout, op)

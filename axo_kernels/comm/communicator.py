@@ -18,13 +18,13 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from axo_kernels import device as devices
 from axo_kernels.comm.host_stream import HostStream
-from axo_kernels.fused.workspace import Workspace, Workspaces
+from axo_kernels.fused.workspace import Empty, Workspace, Workspaces, empty_buffer
 
 
 class Pending(Protocol):
@@ -33,13 +33,21 @@ class Pending(Protocol):
     def wait(self) -> Any: ...
 
 
+class PeerMemory(NamedTuple):
+    """Memory that the ranks' kernels reach: this rank's bytes, where each rank's lie, and what holds them mapped."""
+
+    mine: torch.Tensor  # uint8, zeros
+    bases: tuple[int, ...]
+    keep: object = None
+
+
 @dataclass(frozen=True)
 class FusedRun:
     """What a fused operation really did; ``comm.ran[-1]`` is the latest.
 
     Attributes:
         operation: ``"all_gather_matmul"``, ``"matmul_all_reduce"`` or ``"matmul_reduce_scatter"``.
-        strategy: ``"serial"``, ``"split"`` or ``"signal"``.
+        strategy: ``"serial"``, ``"split"``, ``"signal"`` or ``"push"``.
         chunks: Pieces in which the rows travelled.
         layout: The layout of the product.
         engine: Who multiplied: ``"torch"``, ``"triton"``, ``"interpreter"``, or ``"tuned"``: what was chosen for the
@@ -75,6 +83,7 @@ class FusedCommunicator:
         self.timeout = timeout
         self.ran: deque[FusedRun] = deque(maxlen=256)
         self.workspaces = Workspaces()
+        self._unreachable: str | None = None
         self._host: HostStream | None = None
         self._stream: Any = None
         self._forked = False
@@ -208,6 +217,40 @@ class FusedCommunicator:
         if channels:
             raise ValueError(f"{type(self).__name__}: channels={channels}: its operations cannot be capped; use 0")
         return self
+
+    scale = 1.0  # of the sums of its reduce-scatters
+
+    @property
+    def without_windows(self) -> str:
+        """Why gathers in windows that take no multiprocessor are not to be had; "" where they are."""
+        return f"{type(self).__name__} has none"
+
+    def windowed(self) -> FusedCommunicator:
+        """The same ranks, with buffers (:meth:`empty`) in which gathers take no multiprocessor. Collective, once."""
+        raise ValueError(f"{type(self).__name__}: windows=True: {self.without_windows}; use windows=False")
+
+    empty: Empty = staticmethod(empty_buffer)
+
+    def unreachable(self, device: torch.device) -> str:
+        """Why kernels of these ranks cannot write to each other's memory there; "" where they can. Collective, once."""
+        if self._unreachable is None:
+            why = ""
+            try:
+                self.peer_memory(256, device)
+            except Exception as error:
+                why = str(error).strip().split("\n")[0]
+            if self.maximum([float(bool(why))])[0] and not why:
+                why = "another rank has none"
+            self._unreachable = f"needs memory that kernels of all ranks reach: {why}" if why else ""
+        return self._unreachable
+
+    def peer_memory(self, nbytes: int, device: torch.device) -> PeerMemory:
+        """Allocate as many bytes on each rank, of zeros, that kernels of all reach: collective.
+
+        Raises:
+            Exception: There is no such memory here.
+        """
+        raise ValueError(f"{type(self).__name__} has none")
 
     @property
     def spins(self) -> int:

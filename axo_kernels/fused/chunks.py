@@ -90,11 +90,38 @@ class ChunkOrder:
         """Whether the product sets flags (True) or waits for them (False)."""
         return self.operation != "all_gather"
 
+    @property
+    def runs(self) -> list[tuple[slice, int]]:
+        """Neighbouring chunks of equally many rows: their rows together, and how many chunks they are."""
+        runs: list[tuple[slice, int]] = []
+        for start, stop in self.bounds:
+            last, count = runs[-1] if runs else (slice(0, 0), 0)
+            if count and (last.stop - last.start) == count * (stop - start):
+                runs[-1] = slice(last.start, stop), count + 1
+            else:
+                runs.append((slice(start, stop), 1))
+        return runs
+
     def packed(self, chunk: int) -> tuple[int, int]:
         """Rows ``[start, stop)`` of a chunk in the packed workspace (of the result itself for an all-reduce)."""
         start, stop = self.bounds[chunk]
         parts = 1 if self.operation == "all_reduce" else self.size
         return start * parts, stop * parts
+
+
+@lru_cache(maxsize=1024)
+def push_order(rows: int, rank: int, size: int) -> ChunkOrder:
+    """What one rank computes where each tile goes to its owner at once: rows ``[g * block, (g + 1) * block)`` are rank
+    g's, which may have fewer, or none. A segment for each owner, whose number is its flag, written from row 0 of the
+    room that this rank has there; one's own last."""
+    block = -(-rows // size)
+    bounds = tuple((min(rows, owner * block), min(rows, (owner + 1) * block)) for owner in range(size))
+    segments = [
+        Segment(bounds[owner][0], 0, bounds[owner][1] - bounds[owner][0], owner, owner)
+        for owner in _others_first(rank, size)
+        if bounds[owner][0] < rows
+    ]
+    return ChunkOrder("push", rank, size, bounds, tuple(segments))
 
 
 def chunk_bounds(rows: int, chunks: int, multiple: int = 1) -> tuple[tuple[int, int], ...]:

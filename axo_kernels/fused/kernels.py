@@ -71,9 +71,9 @@ def segment_matmul_kernel(
     table, flags, counters, epoch_address, status, tiles, bound,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     XCDS: tl.constexpr, NUM_PROGRAMS: tl.constexpr, SEGMENTS: tl.constexpr, ALONG_N: tl.constexpr, WAIT: tl.constexpr,
-    SIGNAL: tl.constexpr, DESCRIPTORS: tl.constexpr, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-    FENCE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    SIGNAL: tl.constexpr, PUSH: tl.constexpr, DESCRIPTORS: tl.constexpr, A_TRANSPOSED: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr, FENCE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """A product computed segment by segment (chunks.py), waiting for, or setting, the flag of each chunk.
 
@@ -82,12 +82,17 @@ def segment_matmul_kernel(
     once for each chunk, before its first tile there. The last tile of a chunk resets the chunk's counter and publishes
     the epoch. ALIGNMENT divides where every segment is read and written, and how many rows it has.
 
+    With PUSH c gives a type and strides alone, and flags is a table of addresses, int64 ``[2, 2, SEGMENTS]``: by the
+    epoch's parity, then by a segment's number, the room for it in its owner's memory, and its flag there.
+
     The two loops stay nested: flattened, the spin loop and the barriers make the compiler give up pipelining (seen in
     the PTX of Triton 3.6: 2 bulk loads instead of 6). Stores go through plain pointers: a bulk copy's completion, as
     compiled, covers reading the shared memory only, not the visibility of what was written, so a flag could overtake
     it.
     """
     epoch = tl.load(epoch_address)
+    if PUSH:
+        flags += (epoch & 1) * 2 * SEGMENTS
     starts = tl.load(table + tl.arange(0, SEGMENTS))
     patience = bound
     waited = tl.full((), -1, tl.int32)
@@ -151,8 +156,11 @@ def segment_matmul_kernel(
             )  # fmt: skip
         if WAIT:
             acc += poison
+        into = c
+        if PUSH:
+            into = tl.multiple_of(tl.load(flags + number).to(tl.pointer_type(c.dtype.element_ty)), 16)
         store_tile(
-            acc, c + c_row.to(tl.int64) * stride_cm + c_column.to(tl.int64) * stride_cn, bias + c_column, c,
+            acc, into + c_row.to(tl.int64) * stride_cm + c_column.to(tl.int64) * stride_cn, bias + c_column, c,
             m_limit, n_limit, stride_cm, stride_cn, 0, BLOCK_M, BLOCK_N, HAS_BIAS, "", False,
         )  # fmt: skip
         if SIGNAL:
@@ -165,4 +173,60 @@ def segment_matmul_kernel(
             if done + 1 == tl.load(entry + 5 * SEGMENTS):
                 tl.atomic_xchg(counters + number, 0, sem="relaxed", scope="gpu")
                 tl.debug_barrier()
-                tl.atomic_xchg(flags + number, epoch, sem="release", scope="sys")
+                flag = flags + number
+                if PUSH:
+                    flag = tl.load(flags + SEGMENTS + number).to(tl.pointer_type(tl.int32))
+                tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["first_flag", "bound", "scale"])
+def sum_kernel(
+    parts, out, flags, counters, epoch_address, status, elements, block_elements, part_stride, slot_stride, first_flag,
+    bound, scale,
+    PARTS: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add what ranks have pushed into this one's memory: ``scale * sum over parts``, in their order, in fp32.
+
+    Programs of axis 1 have a block of ``block_elements`` each, but for what is beyond ``elements``. A block's PARTS lie
+    ``part_stride`` elements apart, as do the first parts of blocks, and those of odd epochs ``slot_stride`` behind
+    those of even ones; part p of block g has come when flag ``first_flag + g + p`` is set. Without COPIES the sum goes
+    to its block of out. With them (and one block) out is a table of addresses, int64 ``[2, COPIES]``: the room for each
+    rank's copy, and its flag, which the last program sets.
+    """
+    epoch = tl.load(epoch_address)
+    group = tl.program_id(1)
+    first = first_flag + group
+    poison = tl.zeros((), tl.float32)
+    patience = bound
+    for number in range(first, first + PARTS):
+        seen = wait_until(flags + number, epoch, patience)
+        if seen - epoch < 0:
+            report(status, number, epoch, seen)
+            poison = float("nan")
+            patience = 0
+    start = group.to(tl.int64) * block_elements
+    limit = min(block_elements, elements - start)
+    parts += group.to(tl.int64) * part_stride + (epoch & 1).to(tl.int64) * slot_stride
+    for block in range(tl.program_id(0), tl.cdiv(limit, BLOCK), tl.num_programs(0)):
+        offsets = (tl.zeros((), tl.int64) + block) * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < limit
+        total = tl.zeros((BLOCK,), tl.float32) + poison
+        for part in tl.static_range(PARTS):
+            total += tl.load(parts + part * part_stride + offsets, mask=mask, other=0.0).to(tl.float32)
+        total *= scale
+        if COPIES:
+            for copy in range(COPIES):
+                into = tl.multiple_of(tl.load(out + copy).to(tl.pointer_type(parts.dtype.element_ty)), 16)
+                tl.store(into + offsets, total.to(parts.dtype.element_ty), mask=mask)
+        else:
+            tl.store(out + start + offsets, total.to(out.dtype.element_ty), mask=mask)
+    if COPIES:
+        # as behind a tile above: all programs' stores, through the counter, come before the flags
+        tl.debug_barrier()
+        done = tl.atomic_add(counters, 1, sem="acq_rel", scope="gpu")
+        if done + 1 == tl.num_programs(0):
+            tl.atomic_xchg(counters, 0, sem="relaxed", scope="gpu")
+            tl.debug_barrier()
+            for copy in range(COPIES):
+                flag = tl.load(out + COPIES + copy).to(tl.pointer_type(tl.int32))
+                tl.atomic_xchg(flag, epoch, sem="release", scope="sys")

@@ -7,9 +7,9 @@
 
 Gradients follow the convention of tensor parallelism: a result that is the same on every rank has one gradient, also
 the same on every rank, so the adjoint of the sum is the identity; the adjoint of a gather is a sum scattered, and the
-other way round. Backward passes use the strategy and the chunk count of the forward pass. bf16, fp16, fp32, and under
-autocast its dtype; first derivatives only (create_graph=True is refused). No tuning here: ``strategy`` and ``chunks``
-are what is asked for, and what runs.
+other way round. Backward passes use the strategy and the chunk count of the forward pass (but for ``"push"``, whose
+gathers are serial there). bf16, fp16, fp32, and under autocast its dtype; first derivatives only (create_graph=True is
+refused). No tuning here: ``strategy`` and ``chunks`` are what is asked for, and what runs.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def matmul_all_reduce(
         comm: From ``axo_kernels.adapt``; the product's K is split over its ranks.
         bias: ``(N,)``, the same on every rank; added once.
         grad_comm: Ranks that share ``a``: its gradient is summed over them (Algorithm 1: x for a normal layer).
-        strategy: ``"serial"``, ``"split"`` or ``"signal"``.
-        chunks: Pieces of M; ignored by ``"serial"``.
+        strategy: ``"serial"``, ``"split"``, ``"signal"`` or ``"push"``.
+        chunks: Pieces of M; ignored by ``"serial"`` and ``"push"``.
     """
     if grad_comm is not None:
         _check(grad_comm, "matmul_all_reduce", "grad_comm")
@@ -257,6 +257,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         _refuse_create_graph("matmul_reduce_scatter")
         a, b = ctx.saved_tensors
         comm, layout, way = ctx.rest
+        way = way.of_gather
         operands = {"a": a, "b": b, "grad": grad.contiguous()}
         full: torch.Tensor | None = None
         gradients: list[torch.Tensor | None] = [None, None]

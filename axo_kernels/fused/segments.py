@@ -71,10 +71,21 @@ class SegmentedProduct:
                 self.workspace.wait_on_host(segment.flag, self.comm.timeout, self.comm.rank)
             segment_product(packed, other, out, segment, gather, self.bias, multiply)
 
-    def launch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, along_n: bool = False) -> None:
+    def launch(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        along_n: bool = False,
+        owners: torch.Tensor | None = None,
+    ) -> None:
         """Launch the kernel that computes segment by segment and meets the communication stream at the flags.
 
-        ``along_n``: segments are columns of the result (a gathered weight), not rows.
+        Args:
+            along_n: Segments are columns of the result (a gathered weight), not rows.
+            owners: Addresses, int64 ``[2, 2, segments]``, by the epoch's parity of each segment's room in its owner's
+                memory, and of its flag there: nothing is written here, and nobody waited for, so that no multiprocessor
+                is left free. ``out`` then says how rows lie there.
         """
         kernels = devices.signal_kernels()
         assert kernels is not None
@@ -99,16 +110,17 @@ class SegmentedProduct:
         block, across = (config.block_n, config.block_m) if along_n else (config.block_m, config.block_n)
         tiles = tile_table(workspace.order, block, -(-(product.m if along_n else product.n) // across))
         table, width = workspace.table(tiles)
-        units = programs_left(self.comm, a.device)
+        units = target.units if owners is not None else programs_left(self.comm, a.device)
         kernels.segment_matmul_kernel[(max(1, min(tiles.total, units)),)](
             *(operand_descriptors(left, right, config) if descriptors else (left, right)),
             out, out if self.bias is None else self.bias.resolve_neg().contiguous(), product.m, product.n, product.k,
             left.stride(0), left.stride(1), right.stride(0), right.stride(1), out.stride(0), out.stride(1),
-            table, workspace.flags, workspace.counters, workspace.epoch, workspace.status, tiles.total,
-            self.comm.spins,
+            table, workspace.flags if owners is None else owners, workspace.counters, workspace.epoch, workspace.status,
+            tiles.total, self.comm.spins,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
             XCDS=target.xcds, NUM_PROGRAMS=units, SEGMENTS=width, ALONG_N=along_n, WAIT=not signals, SIGNAL=signals,
-            DESCRIPTORS=descriptors, A_TRANSPOSED=left.stride(-1) != 1, B_TRANSPOSED=right.stride(-1) != 1,
+            PUSH=owners is not None, DESCRIPTORS=descriptors,
+            A_TRANSPOSED=left.stride(-1) != 1, B_TRANSPOSED=right.stride(-1) != 1,
             EVEN_K=product.k % config.block_k == 0, HAS_BIAS=self.bias is not None, PRECISION=precision(a),
             INTERPRETED=devices.interpreted(), FENCE=descriptors and target.nvidia and not signals,
             ALIGNMENT=alignment(workspace.order),
@@ -135,8 +147,8 @@ def programs_left(comm: FusedCommunicator, device: torch.device) -> int:
     left = units - (comm.reserved_units if device.type == "cuda" else 0)
     if left < 1:
         raise ValueError(
-            f"fused product: strategy='signal' leaves {comm.reserved_units} multiprocessors to the communication, and "
-            f"{device} has {units}; use strategy='split'"
+            f"fused product: a kernel that waits leaves {comm.reserved_units} multiprocessors to the communication, "
+            f"and {device} has {units}; use strategy='split'"
         )
     return left
 

@@ -1,19 +1,21 @@
-"""The three strategies of the fused operations, without autograd (operations.py adds it).
+"""The strategies of the fused operations, without autograd (operations.py adds it).
 
     serial   the whole product, then the whole collective (or the other way round): the baseline
     split    the product cut into chunks; each chunk's collective runs while the next chunk is computed
     signal   one kernel over all tiles in chunk order, with a flag for each chunk between it and the communication
              stream
+    push     of sums: one kernel whose tiles go to the memory of the rank that adds them (push.py)
 
 ``split`` needs nothing but a communicator that returns pending work. ``signal`` needs Triton on a GPU; on a CPU the
 same order, flags and communication stream are used, with torch (or, under the interpreter, the kernel itself) computing
-the segments. A strategy that cannot run is an error, never another strategy in silence. Shapes are 2-D here.
+the segments. ``push`` needs kernels, and memory that those of all ranks reach. A strategy that cannot run is an error,
+never another strategy in silence. Shapes are 2-D here.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,12 +24,13 @@ import torch
 from axo_kernels import device as devices
 from axo_kernels.comm.communicator import FusedCommunicator, FusedRun, Pending
 from axo_kernels.fused.chunks import ChunkOrder, chunk_order
+from axo_kernels.fused.push import push
 from axo_kernels.fused.segments import SegmentedProduct, rows_of
 from axo_kernels.gemm.layout import Product, product_of
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.gemm.tiles import Config
 
-STRATEGIES = ("serial", "split", "signal")
+STRATEGIES = ("serial", "split", "signal", "push")
 
 Finish = Callable[[], object]
 Multiply = Callable[..., torch.Tensor]  # (a, b, out=..., bias=...)
@@ -38,11 +41,12 @@ class FusedPlan:
     """How a fused operation runs.
 
     Attributes:
-        strategy: ``"serial"``, ``"split"`` or ``"signal"``.
-        chunks: Pieces in which the rows travel; ignored by ``"serial"``.
-        config: Tiles of ``"signal"``; None takes the default.
+        strategy: One of ``STRATEGIES``.
+        chunks: Pieces in which the rows travel; ignored by ``"serial"`` and ``"push"``.
+        config: Tiles of ``"signal"`` and ``"push"``; None takes the default.
         multiply: How ``"serial"`` and ``"split"`` multiply (the tuner's choice); None: the vendor library.
         channels: What the collectives of ``"signal"`` are capped at, and the product leaves free; 0: as they come.
+        windows: Gathers of ``"split"`` go from window to window of the library, and take no multiprocessor.
     """
 
     strategy: str = "serial"
@@ -50,9 +54,10 @@ class FusedPlan:
     config: Config | None = None
     multiply: Multiply | None = None
     channels: int = 0
+    windows: bool = False
 
-    def check(self, operation: str, device: torch.device) -> None:
-        """Refuse an unknown strategy, and one that this device cannot run.
+    def check(self, operation: str, device: torch.device, comm: FusedCommunicator) -> None:
+        """Refuse an unknown strategy, and one that this device or these ranks cannot run.
 
         Raises:
             ValueError: The message says what would do.
@@ -67,9 +72,21 @@ class FusedPlan:
                 f"which {device} is not here; use 'split'"
             )
 
+        if self.windows and not (self.strategy == "split" and "gather" in operation):
+            raise ValueError(f"{operation}: windows=True is for gathers of strategy='split'; leave it out")
+        if self.strategy == "push":
+            why = "is for sums" if "gather" in operation else unreachable(comm, device)
+            if why:
+                raise ValueError(f"{operation}: strategy='push' {why}; use 'split'")
+
+    @property
+    def of_gather(self) -> FusedPlan:
+        """How the gather of a sum's backward pass runs: a push is for sums, so that it is serial there."""
+        return FusedPlan() if self.strategy == "push" else self
+
     def engine(self, device: torch.device) -> str:
         """Who multiplies."""
-        if self.strategy != "signal":
+        if self.strategy in ("serial", "split"):
             return "torch" if self.multiply is None else "tuned"
         if devices.interpreted() and device.type == "cpu":
             return "interpreter"
@@ -83,11 +100,19 @@ class FusedPlan:
         Chunk borders lie on tile borders on a GPU, whose tiles are large enough to matter.
         """
         comm.poll()
-        self.check(operation, a.device)
-        pieces = 1 if self.strategy == "serial" else self.chunks
+        self.check(operation, a.device, comm)
+        pieces = self.chunks if self.strategy in ("split", "signal") else 1
         order = chunk_order(collective, rows, pieces, comm.rank, comm.size, 128 if a.device.type == "cuda" else 1)
         comm.ran.append(FusedRun(operation, self.strategy, self.chunks, layout, self.engine(a.device)))
         return self.multiply or partial(vendor_matmul, layout=layout), order
+
+
+_NO_KERNELS = "needs kernels of Triton's, and a device that runs them, not {}"
+
+
+def unreachable(comm: FusedCommunicator, device: torch.device) -> str:
+    """Why ``push`` cannot run there; "" where it can. Collective at its first call."""
+    return comm.unreachable(device) if devices.runs_triton(device) else _NO_KERNELS.format(device)
 
 
 def start_all_reduce(
@@ -116,6 +141,10 @@ def start_all_reduce(
             multiply(rows_of(a, layout, segment), b, out=out[segment.written], bias=bias)
             works.append(comm.all_reduce(out[segment.written]))
         return out, partial(_wait, works)
+    if way.strategy == "push":
+        steps = push("matmul_all_reduce", product, a, b, out, comm, way.config, bias)
+        next(steps, None)
+        return out, partial(deque, steps, 0)
     comm = comm.capped(way.channels)
     workspace = comm.workspaces.get("matmul_all_reduce", order, product, a.device)
     workspace.advance()
@@ -146,9 +175,13 @@ def run_reduce_scatter(
     if way.strategy == "serial":
         comm.reduce_scatter(out, multiply(a, b)).wait()
         return out
+    if way.strategy == "push":
+        deque(push("matmul_reduce_scatter", product, a, b, out, comm, way.config), 0)
+        return out
     comm = comm.capped(way.channels)
     workspace = comm.workspaces.get("matmul_reduce_scatter", order, product, a.device)
-    workspace.advance()
+    if way.strategy == "signal":
+        workspace.advance()
     packed = workspace.buffer((product.m, product.n), a.dtype, a.device)
 
     def scatter(chunk: int) -> Pending:
@@ -211,21 +244,22 @@ def run_all_gather(
     out = torch.empty((m, n), dtype=a.dtype, device=a.device)
     product = Product(layout, m, n, product.k, a.dtype)
     if way.strategy == "split":
-        return out, split_gather(shard, other, out, comm, order, gather, multiply, bias, keep)
+        return out, split_gather(shard, other, out, comm, order, gather, multiply, bias, keep, way.windows)
     comm = comm.capped(way.channels)
     workspace = comm.workspaces.get("all_gather_matmul " + gather, order, product, a.device)
     workspace.advance()
     packed = workspace.buffer((comm.size * rows, depth), a.dtype, a.device)
-    mine = [_own_rows(packed[slice(*order.packed(chunk))], shard, order, chunk) for chunk in range(order.chunks)]
+    for rows_in_order, span, count in _by_rank(packed, order):
+        rows_in_order[comm.rank].copy_(shard[span].unflatten(0, (count, -1)))
     kept = shard.new_empty((comm.size, rows, depth)) if keep else None
     comm.fork(a.device)
     for chunk in range(order.chunks):  # the producer of the flags comes first in host order
-        comm.all_gather(packed[slice(*order.packed(chunk))], mine[chunk])
+        ranks = packed[slice(*order.packed(chunk))]
+        comm.all_gather(ranks, ranks.chunk(comm.size)[comm.rank])
         comm.write_flag(workspace, chunk)
     if kept is not None:  # behind the last flag: nothing waits but the end
-        for chunk, (start, stop) in enumerate(order.bounds):
-            rows_in_order = packed[slice(*order.packed(chunk))].unflatten(0, (order.size, stop - start))
-            comm.copy(kept[:, start:stop], rows_in_order)
+        for rows_in_order, span, count in _by_rank(packed, order):
+            comm.copy(kept[:, span].unflatten(1, (count, -1)), rows_in_order)
     first, second = (packed, other) if gather == "a" else (other, packed)
     try:
         SegmentedProduct(product, workspace, comm, bias, way.config).consume(first, second, out, gather)
@@ -246,19 +280,27 @@ def split_gather(
     multiply: Multiply,
     bias: torch.Tensor | None,
     keep: bool,
+    windows: bool = False,
 ) -> torch.Tensor | None:
     """Multiply one's own rows into ``out`` while the first chunks travel, then each chunk as it comes.
 
     Half of the chunks travel at a time, so that no more than half of the operand lies here twice. Each is copied to its
-    place in what is kept when it comes, while the next ones travel.
+    place in what is kept when it comes, while the next ones travel. ``windows``: from a window of the library to
+    another, which are kept from call to call: each collective follows what has read them before.
     """
     rows, depth = shard.shape
     full = shard.new_empty((comm.size, rows, depth)) if keep else None
+    sent, packed = shard, None
+    if windows:
+        comm = comm.windowed()
+        workspace = comm.workspaces.get("windows", order, (depth, shard.dtype), shard.device)
+        packed = workspace.buffer((comm.size * rows, depth), shard.dtype, shard.device, comm.empty)
+        sent = workspace.buffer((rows, depth), shard.dtype, shard.device, comm.empty).copy_(shard)
 
     def start(chunk: int) -> tuple[torch.Tensor, Pending]:
         first, last = order.packed(chunk)
-        arriving = shard.new_empty((last - first, depth))
-        return arriving, comm.all_gather(arriving, _own_rows(arriving, shard, order, chunk))
+        arriving = shard.new_empty((last - first, depth)) if packed is None else packed[first:last]
+        return arriving, comm.all_gather(arriving, sent[slice(*order.bounds[chunk])])
 
     travelling = deque(start(chunk) for chunk in range(-(-order.chunks // 2)))
     first, second = (shard, other) if gather == "a" else (other, shard)
@@ -271,18 +313,22 @@ def split_gather(
         following = chunk + -(-order.chunks // 2)
         if following < order.chunks:
             travelling.append(start(following))
-        if full is not None:
+        if full is not None and packed is None:
             full[:, begin:end] = arrived.view(comm.size, end - begin, depth)
         for ranks in (slice(0, comm.rank), slice(comm.rank + 1, comm.size)):
             if ranks.start < ranks.stop:
                 _chunk_product(multiply, arrived, other, out, order, chunk, ranks, gather, bias)
+    if full is not None and packed is not None:
+        for rows_in_order, span, count in _by_rank(packed, order):
+            full[:, span].unflatten(1, (count, -1)).copy_(rows_in_order)
     return None if full is None else full.view(-1, depth)
 
 
-def _own_rows(packed: torch.Tensor, shard: torch.Tensor, order: ChunkOrder, chunk: int) -> torch.Tensor:
-    """This rank's place among the ``[rank][rows]`` of a chunk, filled with its rows of the shard."""
-    start, stop = order.bounds[chunk]
-    return packed[order.rank * (stop - start) : (order.rank + 1) * (stop - start)].copy_(shard[start:stop])
+def _by_rank(packed: torch.Tensor, order: ChunkOrder) -> Iterator[tuple[torch.Tensor, slice, int]]:
+    """Of each run of chunks what lies packed, ``[rank][chunk][rows]``, its rows of a shard, and how many chunks."""
+    for span, count in order.runs:
+        part = packed[order.size * span.start : order.size * span.stop]
+        yield part.unflatten(0, (count, order.size, -1)).transpose(0, 1), span, count
 
 
 def _chunk_product(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,14 @@ from axo_kernels.fused.chunks import NO_FLAG, ChunkOrder, TileTable, next_epoch,
 
 _NEVER = 2**31 - 1
 _TABLE_ROWS = 6
+
+
+Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
+
+
+def empty_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A packed buffer that is no window of a library."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class Workspace:
@@ -52,17 +60,18 @@ class Workspace:
             self.count = None if captured else next_epoch(self.count)
         self.turn ^= 1
 
-    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the packed buffer of this turn."""
+    def buffer(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, empty: Empty = empty_buffer
+    ) -> torch.Tensor:
+        """Return the packed buffer of this turn, made by ``empty``."""
         if (self.turn, shape, dtype) not in self._buffers:
             for turn in (0, 1):  # both now: the second call may be inside a capture
-                self._buffers[turn, shape, dtype] = torch.empty(shape, dtype=dtype, device=device)
+                self._buffers[turn, shape, dtype] = empty(shape, dtype, device)
         return self._buffers[self.turn, shape, dtype]
 
     def table(self, tiles: TileTable) -> tuple[torch.Tensor, int]:
         """Return the order as the kernel reads it, and its width (a power of two)."""
-        segments = self.order.segments
-        width = max(16, 1 << (len(segments) - 1).bit_length())
+        segments, width = self.order.segments, table_width(self.order)
         if tiles not in self._tables:
             rows = [
                 [*tiles.first_tile[:-1]],
@@ -108,12 +117,21 @@ class Workspace:
             raise SignalTimeout(self._complaint(rank, number, epoch, seen, timeout))
 
     def _complaint(self, rank: int, number: int, epoch: int, seen: int, timeout: float) -> str:
-        peers = sorted({s.peer for s in self.order.segments if s.flag == number and s.peer != self.order.rank})
-        whose = f" (rows of rank {', '.join(map(str, peers))})" if peers and not self.order.signals else ""
         return (
-            f"{self.name}: rank {rank} of {self.order.size} waited {timeout:g} s for chunk {number}{whose} of epoch "
+            f"{self.name}: rank {rank} of {self.order.size} waited {timeout:g} s for {self._awaited(number)} of epoch "
             f"{epoch}; its flag stands at {seen}: a peer has not signalled"
         )
+
+    def _awaited(self, number: int) -> str:
+        """What a flag stands for."""
+        peers = sorted({s.peer for s in self.order.segments if s.flag == number and s.peer != self.order.rank})
+        whose = f" (rows of rank {', '.join(map(str, peers))})" if peers and not self.order.signals else ""
+        return f"chunk {number}{whose}"
+
+
+def table_width(order: ChunkOrder) -> int:
+    """Columns of the table of an order's segments: a power of two."""
+    return max(16, 1 << (len(order.segments) - 1).bit_length())
 
 
 class Workspaces:
@@ -122,8 +140,15 @@ class Workspaces:
     def __init__(self) -> None:
         self._all: dict[Any, Workspace] = {}
 
-    def get(self, name: str, order: ChunkOrder, key: Any, device: torch.device) -> Workspace:
-        """Return the workspace of an operation at a shape, making it at the first call.
+    def get(
+        self,
+        name: str,
+        order: ChunkOrder,
+        key: Any,
+        device: torch.device,
+        make: Callable[[], Workspace] | None = None,
+    ) -> Workspace:
+        """Return the workspace of an operation at a shape, making it (by ``make``) at the first call.
 
         Raises:
             RuntimeError: The first call is being captured: what it sets once would be set again by every replay.
@@ -135,7 +160,8 @@ class Workspaces:
                     f"{name}: the first call for {order.rows} rows in {order.chunks} chunks is being captured; "
                     "run it once before the capture, which makes its flags and buffers"
                 )
-            workspace = self._all[(name, order, key, device)] = Workspace(name, order, device)
+            workspace = make() if make is not None else Workspace(name, order, device)
+            self._all[(name, order, key, device)] = workspace
         return workspace
 
     def all(self) -> Iterator[Workspace]:

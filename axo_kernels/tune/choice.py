@@ -9,7 +9,8 @@ from typing import Any, get_type_hints
 import torch
 
 from axo_kernels import device as devices
-from axo_kernels.fused.strategies import STRATEGIES
+from axo_kernels.comm.communicator import FusedCommunicator
+from axo_kernels.fused.strategies import STRATEGIES, unreachable
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, relayout, stored_shapes
 from axo_kernels.gemm.matmul import describable
 from axo_kernels.gemm.tiles import Config, fused_candidates, tried
@@ -40,7 +41,7 @@ class Choice:
         backend: ``"vendor"`` or ``"triton"``.
         layout: The layout in which it is computed; operands are copied where it is not the stored one.
         config: Tile configuration, for ``"triton"``.
-        strategy, chunks, channels: Of a fused operation (``axo_kernels.fused.strategies.FusedPlan``).
+        strategy, chunks, channels, windows: Of a fused operation (``axo_kernels.fused.strategies.FusedPlan``).
         seconds: Measured median, the largest over the ranks; 0 when nothing was measured.
         baseline: The same of torch's own (serial) way, in the same rounds.
     """
@@ -53,12 +54,13 @@ class Choice:
     seconds: float = 0.0
     baseline: float = 0.0
     channels: int = 0
+    windows: bool = False
 
     @property
     def name(self) -> str:
         what = self.config.name if self.config else self.backend
         fused = "" if self.chunks == 1 and self.strategy == "serial" else f" {self.strategy}/{self.chunks}"
-        fused += f" on {self.channels} channels" if self.channels else ""
+        fused += f" on {self.channels} channels" if self.channels else " in windows" if self.windows else ""
         return f"{self.layout} {what}{fused}"
 
     def is_torchs(self, layout: str) -> bool:
@@ -86,7 +88,7 @@ def from_json(entry: dict[str, Any]) -> Choice | None:
         or choice.strategy not in STRATEGIES
         or not (_typed(choice) and choice.chunks)
         or (choice.backend == "vendor" and choice.config is not None)
-        or (choice.strategy == "signal" and choice.config is None)
+        or (choice.strategy in ("signal", "push") and choice.config is None)
         or (choice.config is not None and not _whole(choice.config))
     ):
         return None
@@ -149,19 +151,19 @@ def fused_choices(
     product: Product,
     device: torch.device,
     gather: str,
-    size: int,
+    on: FusedCommunicator,
     choose: Callable[[Product, torch.device], Choice],
-    reserved: int = 0,
-    caps: tuple[int, ...] = (),
-    held: int = 0,
+    missing: dict[str, str],
 ) -> list[Choice]:
     """Candidates for a fused operation: torch's own, then the collective; what ``choose`` gives for the plain product,
-    serial and in chunks; ``signal`` with a few tiles, each with the collectives at every one of ``caps`` channels.
+    serial and in chunks, of a gather also in windows; with a few tiles ``signal``, with the collectives at every one of
+    the communicator's ``caps``, and ``push`` of a sum; but for what is ``missing`` (:func:`not_tried`).
 
     Chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out, as on a GPU that has no
-    more multiprocessors than it leaves to the communication: the cap and ``held``, or ``reserved`` without ``caps``).
-    In fp8 torch's product is all there is: serial and in chunks, of whose rows torch._scaled_mm wants multiples of 16.
+    more multiprocessors than it leaves to the communication). In fp8 torch's product is all there is: serial and in
+    chunks, of whose rows torch._scaled_mm wants multiples of 16.
     """
+    size, caps, held, reserved = on.size, on.caps, on.held_units, on.reserved_units
     whole = product
     if operation.startswith("all_gather"):
         rows = getattr(product, _ROWS[gather])
@@ -170,30 +172,45 @@ def fused_choices(
         rows = product.m // (size if operation == "matmul_reduce_scatter" else 1)
     counts = [chunks for chunks in (2, 4, 8) if chunks <= rows // (128 if device.type == "cuda" else 8)]
     if operation == "all_gather_matmul_fp8":
-        return [
-            Choice("vendor", product.layout),
-            *(Choice("vendor", product.layout, strategy="split", chunks=chunks) for chunks in counts if rows % 16 == 0),
-        ]
+        eight = Choice("vendor", product.layout)
+        return [eight, *(replace(eight, strategy="split", chunks=chunks) for chunks in counts if rows % 16 == 0)]
     plain = replace(choose(whole, device), seconds=0.0, baseline=0.0)
     choices = [Choice("vendor", product.layout)]
     if plain != choices[0]:
         choices.append(plain)
     if plain.layout != product.layout:  # would copy the whole operand for each chunk
         plain = choices[0]
-    choices += [replace(plain, strategy="split", chunks=chunks) for chunks in counts]
+    split = [replace(plain, strategy="split", chunks=chunks) for chunks in counts]
+    choices += split
+    if "windows" not in missing:
+        choices += [replace(choice, windows=True) for choice in split]
     if device.type == "cuda" and devices.runs_triton(device):
         target = devices.target_of(device)
         fit = [cap for cap in caps or (0,) if target.units > (cap + held if cap else reserved)]
         for config in fused_candidates(target, whole, _described(whole))[:_FUSED_TILES] if fit else ():
             signal = Choice("triton", product.layout, config, "signal")
+            if "push" not in missing:
+                choices.append(replace(signal, strategy="push"))
             choices += [replace(signal, chunks=chunks, channels=cap) for chunks in counts for cap in fit]
     return choices
 
 
-def fused_name(operation: str, gather: str, size: int, product: Product, caps: tuple[int, ...] = ()) -> str:
-    """What a fused operation is called in the cache; one that was chosen among ``caps`` is no choice without them."""
-    name = f"{operation} {gather if operation.startswith('all_gather') else ''} size={size} {product.name}"
-    return f"{name} caps={','.join(map(str, caps))}" if caps else name
+def not_tried(operation: str, on: FusedCommunicator, device: torch.device) -> dict[str, str]:
+    """Which of ``"windows"`` (of gathers) and ``"push"`` (of sums) are no candidates here, and why. Collective at its
+    first call."""
+    gathers = operation.startswith("all_gather")
+    windows = on.without_windows if gathers else "is for gathers"
+    push = "is for sums" if gathers else unreachable(on, device)
+    return {name: why for name, why in (("windows", windows), ("push", push)) if why}
+
+
+def fused_name(operation: str, gather: str, on: FusedCommunicator, product: Product) -> str:
+    """What a fused operation is called in the cache; one that was chosen among the communicator's caps, or where it has
+    windows, is no choice without them."""
+    gathers = operation.startswith("all_gather")
+    name = f"{operation} {gather if gathers else ''} size={on.size} {product.name}"
+    name += f" caps={','.join(map(str, on.caps))}" if on.caps else ""
+    return f"{name} windows" if gathers and not on.without_windows else name
 
 
 def _described(product: Product) -> bool:

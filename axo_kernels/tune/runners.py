@@ -157,10 +157,10 @@ def _key(
 
 def way_of(choice: Choice, stored: str) -> FusedPlan:
     """How a fused operation runs as chosen, on operands stored as ``stored``."""
-    plain = choice.strategy == "signal" or choice.is_torchs(stored)
-    multiply = None if plain else runner(choice, stored)
-    config = choice.config if choice.strategy == "signal" else None
-    return FusedPlan(choice.strategy, choice.chunks, config, multiply, choice.channels)
+    own = choice.strategy in ("signal", "push")  # a kernel of its own, with these tiles
+    multiply = None if own or choice.is_torchs(stored) else runner(choice, stored)
+    config = choice.config if own else None
+    return FusedPlan(choice.strategy, choice.chunks, config, multiply, choice.channels, choice.windows)
 
 
 def run_fused(

@@ -28,7 +28,16 @@ from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.gemm.layout import Product, product_of, stored_shapes
 from axo_kernels.gemm.tiles import TRIED
 from axo_kernels.tune.cache import Cache
-from axo_kernels.tune.choice import FUSED, Choice, from_json, fused_choices, fused_name, plain_choices, usable
+from axo_kernels.tune.choice import (
+    FUSED,
+    Choice,
+    from_json,
+    fused_choices,
+    fused_name,
+    not_tried,
+    plain_choices,
+    usable,
+)
 from axo_kernels.tune.error_line import in_a_line
 from axo_kernels.tune.runners import SHORTEST, Runner, run_fused, runner
 from axo_kernels.tune.timing import paired, relative_error
@@ -164,18 +173,30 @@ class Tuner:
             raise ValueError(f"tuner: operation={operation!r}; use one of {', '.join(FUSED)}")
         if self.comm is None:
             raise ValueError(f"tuner: {operation} runs on a communicator; give Tuner(comm=...)")
-        on = on or self.comm
-        if self.mode == "off" or on.size == 1:
+        ranks = on or self.comm
+        if self.mode == "off" or ranks.size == 1:
             return Choice("vendor", product.layout)
-        run = partial(run_fused, operation, gather, on, product.layout)
+        name = fused_name(operation, gather, ranks, product)
+
+        def missing() -> dict[str, str]:
+            """What is no candidate, and why: the same on all ranks, also where another line of them lacks it."""
+            without = not_tried(operation, ranks, device)
+            if self._together([float("push" in without)])[0]:
+                without.setdefault("push", "other ranks have no memory that kernels reach")
+            return without
+
+        def candidates() -> list[Choice]:
+            without = missing()
+            self.left_out += [LeftOut(name, what, why) for what, why in without.items()]
+            return fused_choices(operation, product, device, gather, ranks, self.choose, without)
+
         return self._decide(
-            fused_name(operation, gather, on.size, product, on.caps),
+            name,
             product,
             device,
-            lambda: fused_choices(
-                operation, product, device, gather, on.size, self.choose, on.reserved_units, on.caps, on.held_units
-            ),
-            run,
+            candidates,
+            partial(run_fused, operation, gather, ranks, product.layout),
+            lambda choice: choice.strategy != "push" or "push" not in missing(),
         )
 
     # The decision.
@@ -194,6 +215,7 @@ class Tuner:
         device: torch.device,
         list_candidates: Callable[[], list[Choice]],
         run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
+        possible: Callable[[Choice], bool] = lambda choice: True,
     ) -> Choice:
         decided = self._choices.get(name)
         if decided is not None:
@@ -208,6 +230,8 @@ class Tuner:
             # One choice for all, whatever each rank has on disk.
             text = self.comm.broadcast_text(json.dumps(choice.to_json()) if choice else "")
             choice = from_json(json.loads(text)) if text else None
+        if choice is not None and not possible(choice):
+            choice = None
         if choice is None and self.mode == "first-step":
             choice = self._measure(name, product, device, list_candidates(), run)
             if self.comm is None or self.comm.rank == 0:

@@ -7,6 +7,7 @@ So what is launched is written once. Results are nobody's business here: operand
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,8 +16,10 @@ import torch
 
 from axo_kernels import device as devices
 from axo_kernels import matmul
+from axo_kernels.comm.adapters import SoloCommunicator
 from axo_kernels.fused import fp8
 from axo_kernels.fused.chunks import chunk_order
+from axo_kernels.fused.push import push
 from axo_kernels.fused.segments import SegmentedProduct
 from axo_kernels.fused.workspace import Workspace
 from axo_kernels.gemm import tiles
@@ -72,6 +75,7 @@ def launches(device: torch.device, products: Iterable[Product], fp16: bool = Tru
     for collective, layout, sizes, size, chunks in FUSED:
         name = f"{collective} {layout} {'x'.join(map(str, sizes))} in {chunks}"
         yield Launch(name, 1.5, partial(_fused, collective, layout, sizes, size, chunks, device))
+    yield Launch("sums by push", 1.5, partial(_pushed, device))
     yield Launch("flags", 0.2, partial(_flags, device))
     yield Launch("a simulated link", 0.1, _hold)
     for scaling in fp8.SCALINGS:
@@ -140,6 +144,13 @@ def _fused(
     a, b = _operands(product, device)
     out = torch.empty((m, n), dtype=product.dtype, device=device)
     SegmentedProduct(product, workspace, comm).launch(a, b, out, along_n=collective == "all_gather")
+
+
+def _pushed(device: torch.device) -> None:
+    product = Product("NT", 512, 512, 512, torch.bfloat16)
+    a, b = _operands(product, device)
+    for operation in ("matmul_all_reduce", "matmul_reduce_scatter"):
+        deque(push(operation, product, a, b, torch.empty_like(a), SoloCommunicator(timeout=1.0)), 0)
 
 
 def _flags(device: torch.device) -> None:

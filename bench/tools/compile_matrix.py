@@ -71,7 +71,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CUT, TOKENS = (1, 2, 4, 8), (2048, 16384)
 SMALL, DEPTHS = (16, 128, 512, 1024), (128, 1024, 4096)
 # Kernels without products; their case holds the tile of the kernel that they stand beside, or any.
-_NO_PRODUCTS = ("flags", "combine", "goldfish")
+_NO_PRODUCTS = ("flags", "combine", "goldfish", "sum")
 # Cases handed out at a time; between batches the time is looked at.
 _BATCH = 32
 # K-contiguous, M- or N-contiguous: which strides are 1 in each layout
@@ -164,6 +164,7 @@ def _of(target: Target, dtype: str, precision: str) -> Iterator[Case]:
             yield Case("signal", layout, dtype, target.arch, fused, precision)
             if layout != "TN":
                 yield Case("wait", layout, dtype, target.arch, fused, precision)
+        yield Case("push", "NT", dtype, target.arch, fused, precision)
         yield Case("accumulate", "TN", dtype, target.arch, wide, precision)
         yield Case("epilogue", "NT", dtype, target.arch, wide, precision)
         yield Case("split", "TN", dtype, target.arch, replace(plain, split_k=4), precision)
@@ -174,6 +175,7 @@ def _of(target: Target, dtype: str, precision: str) -> Iterator[Case]:
             yield Case("accumulate", "TN", dtype, target.arch, accumulating(config))
     if dtype == "bf16":
         yield Case("combine", "", dtype, target.arch, replace(default_config(target, DTYPES[dtype], False), split_k=4))
+        yield Case("sum", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
         yield Case("flags", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
         yield Case("goldfish", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
 
@@ -257,9 +259,9 @@ def _defaults() -> frozenset[Case]:
 def _kernel_names(case: Case) -> tuple[str, ...]:
     if case.kernel == "flags":
         return ("wait_flag_kernel", "write_flag_kernel")
-    if case.kernel in ("wait", "signal"):
+    if case.kernel in ("wait", "signal", "push"):
         return ("segment_matmul_kernel",)
-    if case.kernel in ("combine", "goldfish"):
+    if case.kernel in ("combine", "goldfish", "sum"):
         return (f"{case.kernel}_kernel",)
     if case.config.groups:
         return ("hopper_matmul_kernel",)
@@ -285,7 +287,7 @@ def _compile(case: Case, kernel_name: str) -> Any:
     arch = int(case.target[3:]) if target.nvidia else case.target
     constants, types = _arguments(case, kernel_name)
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    unaligned = {"flags", "flag", "counters", "tiles", "bound", "number", "batch", "group_m"}
+    unaligned = {"flags", "flag", "counters", "tiles", "bound", "number", "batch", "group_m", "first_flag", "scale"}
     unaligned |= {"k", "ignore_index", "drop_value"}
     attributes = {
         (index,): [["tt.divisibility", 16]]
@@ -295,6 +297,8 @@ def _compile(case: Case, kernel_name: str) -> Any:
     options = {"num_warps": 1 if case.kernel == "flags" else config.warps, "num_stages": config.stages}
     if case.kernel in ("combine", "goldfish"):
         options["num_warps"] = 4
+    if case.kernel == "sum":
+        options["num_warps"] = 8
     if grouped:
         options["maxnreg"] = gemm_kernels.REGISTERS  # type: ignore[attr-defined]
     return triton.compile(
@@ -308,7 +312,7 @@ def _compile(case: Case, kernel_name: str) -> Any:
 
 def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Constants and types by argument name, for whichever kernel has such an argument."""
-    config, wait, signal = case.config, case.kernel == "wait", case.kernel == "signal"
+    config, wait, push = case.config, case.kernel == "wait", case.kernel == "push"
     target = TARGETS[case.target]
     epilogue = case.kernel == "epilogue"
     kind = case.dtype
@@ -318,6 +322,8 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
     types |= dict.fromkeys((f"stride_{x}" for x in "ab am ak bb bk bn cb cm cs gb gm ps".split()), "i32")
     types["partial"] = "*fp32"
     types |= dict.fromkeys(("table", "flags", "flag", "counters", "epoch_address", "status"), "*i32")
+    if push:
+        types["flags"] = "*i64"
     constants: dict[str, Any] = {"stride_cn": 1}
     for name in _UNIT.get(case.layout, ()):
         del types[name]
@@ -347,12 +353,16 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
         "HAS_BIAS": epilogue, "ACTIVATION": "silu_gate" if epilogue else "", "ACCUMULATE": case.kernel == "accumulate",
         "PRECISION": case.precision, "INTERPRETED": False, "FLATTEN": config.flatten,
         "A_TRANSPOSED": case.layout == "TN", "B_TRANSPOSED": case.layout == "NT", "PARTS": config.parts,
-        "SEGMENTS": 16, "ALONG_N": wait and case.layout == "NT", "WAIT": wait, "SIGNAL": signal,
-        "DESCRIPTORS": config.descriptors,
+        "SEGMENTS": 16, "ALONG_N": wait and case.layout == "NT", "WAIT": wait,
+        "SIGNAL": push or case.kernel == "signal", "PUSH": push, "DESCRIPTORS": config.descriptors,
         "FENCE": wait and config.descriptors, "ALIGNMENT": 16,
     }  # fmt: skip
     if case.kernel == "combine":
         constants |= {"BLOCK_M": 32, "BLOCK_N": 128, "HAS_BIAS": True}
+    if case.kernel == "sum":  # of an all-reduce over two ranks
+        constants |= {"PARTS": 2, "COPIES": 2, "BLOCK": 2048}
+        types |= {"parts": f"*{kind}", "out": "*i64", "scale": "fp32"}
+        types |= dict.fromkeys(("elements", "block_elements", "part_stride", "slot_stride", "first_flag"), "i32")
     if case.kernel == "goldfish":
         from axo.nn import goldfish
 

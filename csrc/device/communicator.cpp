@@ -44,11 +44,13 @@ class Impl final : public DeviceCommunicator {
     return child ? std::make_shared<Impl>(std::move(child)) : nullptr;
   }
   std::shared_ptr<DeviceCommunicator> capped(int max_ctas, const std::string& name) override {
-    AXO_CHECK(max_ctas > 0, "capped: max_ctas", max_ctas, "at least 1");
+    AXO_CHECK(max_ctas >= 0, "capped: max_ctas", max_ctas, "at least 0");
+    AXO_CHECK(max_ctas > 0 || core_->nccl().has_zero_cta(), "capped at no thread block: version",
+              core_->nccl().version_text(), "2.28 or newer");
     // It runs beside this one, and the library asks the parent whether a part shares its buffers.
     AXO_CHECK(!core_->shares_buffers(), "capped: split_share", "true", "false");
     AXO_CHECK(!inside_group(), "capped", "a call inside a group", "one outside: ranks must meet at once");
-    return std::make_shared<Impl>(core_->split(0, rank(), name, max_ctas));
+    return std::make_shared<Impl>(core_->split(0, rank(), name, max_ctas > 0 ? max_ctas : -1));
   }
   void abort(const std::string& reason) override {
     core_->fail(std::make_exception_ptr(Aborted("communicator '" + name() + "' was aborted: " + reason)));

@@ -90,7 +90,8 @@ class DeviceCommunicator : public Communicator {
   virtual void write_flag(void* address, std::uint32_t value) = 0;
 
   // The same ranks as a communicator of its own whose operations take `max_ctas` thread blocks at most: for products
-  // that leave just as many multiprocessors free. Collective. reserved_ctas() does not count it. Throws Error where
+  // that leave just as many multiprocessors free. 0: none where both buffers are windows and the operation is a gather
+  // (DeviceOptions::zero_cta); any number elsewhere. Collective. reserved_ctas() does not count it. Throws Error where
   // split_share is on: both run at once.
   virtual std::shared_ptr<DeviceCommunicator> capped(int max_ctas, const std::string& name) = 0;
 

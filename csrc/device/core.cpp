@@ -115,7 +115,8 @@ std::shared_ptr<DeviceCore> DeviceCore::split(int color, int key, const std::str
   options.cancelled.reset();  // of the parent's making
   options.name = name;
   options.timeout = timeout();
-  if (max_ctas > 0) options.min_ctas = options.max_ctas = 0, options.split_share = false;  // it runs beside the parent
+  if (max_ctas != 0) options.min_ctas = options.max_ctas = 0, options.split_share = false;  // it runs beside the parent
+  if (max_ctas < 0) options.zero_cta = true;
   const std::string child_key = key_ + "/split/" + std::to_string(++splits_) + "/" + std::to_string(color);
   std::shared_ptr<DeviceCore> child(new DeviceCore(context_, store_, child_key, 0, 0, options));
   try {

@@ -19,6 +19,8 @@ import torch.distributed as dist
 import axo
 from axo.comm.device import DeviceOptions, ask_for_launch_order
 from axo.comm.transports import meet
+from axo_kernels import adapt
+from axo_kernels.fused.strategies import FusedPlan, run_all_gather
 from tests import standin
 from tests.comm.test_collectives import FLOATS, INTEGERS, MOVED_ONLY, inputs, reduced, same
 from tests.launcher import rank_outcomes, run_ranks
@@ -208,7 +210,7 @@ def streams(folder):
     assert comm.capped(8) is narrow and (narrow.rank, narrow.size, narrow.axis) == (comm.rank, 2, comm.axis)
     assert narrow.stream != comm.stream and narrow.reserved_ctas == comm.reserved_ctas == 8
     same(narrow.all_reduce(torch.ones(5, device=device)).cpu(), torch.full((5,), 2.0), "on fewer thread blocks")
-    for wrong, kind in ((0, axo.Error), (2.5, TypeError)):
+    for wrong, kind in ((-1, axo.Error), (2.5, TypeError)):
         with pytest.raises(kind, match="max_ctas"):
             comm.capped(wrong)
     # Registered memory, and memory of the library.
@@ -274,6 +276,36 @@ def groups_and_graphs(folder):
     assert isinstance(sub, axo.DeviceCommunicator) and (sub.size, sub.rank) == (2, 1 - rank // 2)
     same(sub.all_gather(torch.tensor([rank], device=device)).cpu(), torch.tensor([rank % 2 + 2, rank % 2]), "split")
     assert comms.world.split(-1 if rank else 0, name="alone") is None or rank == 0
+
+
+def gathers_without_a_thread_block(folder):
+    """A product whose operand is gathered in chunks from window to window, by a communicator that takes none."""
+    gpu, comms = connected(folder)
+    device, line = comms.device, comms.x
+
+    def window(line, shape, dtype, device):
+        return axo.empty_shared(shape, dtype=dtype, device=device, comms=line)
+
+    comm = adapt(line, window=window)
+    assert adapt(line).without_windows == "adapt() was given nothing that makes windows" and not comm.without_windows
+    x = torch.arange(32.0).view(4, 8)
+    every = torch.arange(96.0).view(2, 6, 8)
+    for number in range(3):
+        gpu.calls()
+        shard = (every[line.rank] + number).to(device)
+        way = FusedPlan("split", 2, windows=True)
+        out, whole = run_all_gather(x.to(device), shard, comm, "NT", "b", way)
+        same(whole.cpu(), (every + number).flatten(0, 1), "what is kept")
+        same(out.cpu(), x @ (every + number).flatten(0, 1).T, "the product")
+        calls = gpu.calls()
+        made = [call.split()[0] for call in calls if call.startswith(("ncclCommSplit", "ncclCommWindowRegister"))]
+        assert made == ([] if number else ["ncclCommSplit", *4 * ["ncclCommWindowRegister"]]), made
+        assert number or any(call.endswith("CTAPolicy=2") for call in calls)
+        assert sum(call.startswith("ncclAllGather") for call in calls) == 2
+    assert comm.ran[-1].strategy == "split" and not gpu.violations()
+    gpu.synchronize()
+    del comm
+    comms.close()
 
 
 def errors(folder):
@@ -423,7 +455,14 @@ def test_axo_check_names_what_differs(check, tmp_path):
     run_ranks(check, 2, tmp_path, env={"AXO_CHECK": "1"}, timeout=120)
 
 
-CHECKS = [(reductions, 3), (moves, 3), (streams, 2), (groups_and_graphs, 4), (errors, 2)]
+CHECKS = [
+    (reductions, 3),
+    (moves, 3),
+    (streams, 2),
+    (gathers_without_a_thread_block, 2),
+    (groups_and_graphs, 4),
+    (errors, 2),
+]
 
 
 @pytest.mark.slow

@@ -101,7 +101,8 @@ def layer_by_hand(grad_reduce):
         found.append((output.detach(), grad, counts["all_gather", "z"], counts["reduce_scatter", "z"]))
         with torch.no_grad():
             assert_close(layer(x), output, LIMIT, "inference")
-        fused = products_of(tuned).fused.calls
+        fused, report = products_of(tuned).fused.calls, products_of(tuned).fused.report
+        assert ["split/" in how for how in report.values()] == (2 * [True] if mode == "first-step" else [])
     (output, grad, gather, scatter), (again, gradient, gathers, scatters) = found
     assert_close(again, output, LIMIT, "output")
     assert_close(gradient, grad, LIMIT, "gradient")

@@ -310,6 +310,11 @@ class Communicators:
             return self.device_mesh.get_group("x")  # one rank without torchrun
         return self._small_group(self.ranks[self.rank :: self.grid.world_size])
 
+    def line_group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks of this one's line along an axis as a process group. Collective over them: it is made at a call."""
+        first = self.stage * self.grid.world_size
+        return self._small_group([self.ranks[first + rank] for rank in self.grid.ranks(axis, self.rank)])
+
     def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:
         group = dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)  # torch gives ranks that are not in it a number

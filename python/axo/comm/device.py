@@ -163,8 +163,9 @@ class DeviceCommunicator(Communicator):
     def capped(self, max_ctas: int) -> DeviceCommunicator:
         """The same ranks through a communicator of its own whose operations take ``max_ctas`` thread blocks at most.
 
-        For a product that leaves as many multiprocessors to them. Collective at its first call for a number; later
-        ones give what was made. ``reserved_ctas`` does not count it; it closes with this one.
+        For a product that leaves as many multiprocessors to them. 0: none where the library's copy engines can move it
+        (``DeviceOptions.zero_cta``). Collective at its first call for a number; later ones give what was made.
+        ``reserved_ctas`` does not count it; it closes with this one.
         """
         check_integer("capped", "max_ctas", max_ctas)
         if max_ctas not in self._capped:

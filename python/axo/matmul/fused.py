@@ -27,14 +27,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
+from axo.comm.shared_memory import empty_shared
 from axo_kernels.comm.adapters import adapt
 from axo_kernels.comm.communicator import FusedCommunicator
-from axo_kernels.fused.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.strategies import run_all_gather, run_reduce_scatter, start_all_reduce, unreachable
 from axo_kernels.gemm.layout import DTYPES, Product
 from axo_kernels.tune.choice import FUSED, Choice, from_json, fused_name, usable
 from axo_kernels.tune.runners import way_of
@@ -72,6 +75,7 @@ class FusedProducts:
 
     Attributes:
         calls: How many products ran fused.
+        report: How each operation runs that was asked for, by its name in the cache: strategy and chunks, or why not.
     """
 
     def __init__(self, comms: Communicators, tuner: Tuner | None, entries: dict[str, Any]) -> None:
@@ -81,6 +85,7 @@ class FusedProducts:
         self._adapted: dict[tuple[str, str], FusedCommunicator] = {}
         self._sites: dict[Any, Choice | None] = {}
         self.calls = 0
+        self.report: dict[str, str] = {}
 
     @property
     def possible(self) -> bool:
@@ -90,7 +95,9 @@ class FusedProducts:
     def on(self, axis: str, op: str = "sum") -> FusedCommunicator:
         """The fused operations' view of an axis, whose reduce-scatters do ``op``; ``on(axis).ran`` tells what ran."""
         if (axis, op) not in self._adapted:
-            self._adapted[axis, op] = adapt(self._comms.axis(axis), self._comms.timeout, op)
+            group = partial(self._comms.line_group, axis)
+            line = self._comms.axis(axis)
+            self._adapted[axis, op] = adapt(line, self._comms.timeout, op, window=_window, group=group)
         return self._adapted[axis, op]
 
     def poll(self) -> None:
@@ -117,7 +124,7 @@ class FusedProducts:
                 return None
             name = self._name(kind, axis, product)
             if name not in self._sites:
-                self._sites[name] = self._kept(name, product, device)
+                self._sites[name] = self._kept(name, axis, product, device)
             choice = self._sites[name]
         else:
             if site not in self._sites:  # on all ranks alike, also on one whose own product is empty
@@ -127,22 +134,35 @@ class FusedProducts:
                 largest = replace(product, m=m, n=n, k=k)
                 if not largest.flops:
                     return None
+                name = self._name(kind, axis, largest)
                 if self._tuner is None:
-                    name = self._name(kind, axis, largest)
-                    self._sites[site] = self._kept(name, largest, device)
+                    self._sites[site] = self._kept(name, axis, largest, device)
                 else:
                     chosen = self._tuner.choose_fused(OPERATION[kind], largest, device, _GATHERED, on=self.on(axis))
-                    self._sites[site] = _fused(chosen)
+                    self._sites[site] = self._fused(name, chosen)
             choice = self._sites[site] if product.flops or axis == "z" else None  # empty on the whole line of x or y
         return choice if choice is None or choice.chunks <= self._travelling(kind, product, axis) else None
 
     def _name(self, kind: str, axis: str, product: Product) -> str:
-        return fused_name(OPERATION[kind], _GATHERED, self._comms.grid.size(axis), product, self.on(axis).caps)
+        return fused_name(OPERATION[kind], _GATHERED, self.on(axis), product)
 
-    def _kept(self, name: str, product: Product, device: torch.device) -> Choice | None:
+    def _kept(self, name: str, axis: str, product: Product, device: torch.device) -> Choice | None:
         """What rank 0 had on disk, where it can run here."""
         kept = from_json(self._entries[name]) if name in self._entries else None
-        return _fused(kept if kept is not None and usable(kept, product, device) else None)
+        if kept is None:
+            return self._fused(name, None, "not measured")
+        if not usable(kept, product, device):
+            return self._fused(name, None, f"'{kept.name}' cannot run here")
+        why = unreachable(self.on(axis), device) if kept.strategy == "push" else ""
+        return self._fused(name, None if why else kept, f"push {why}")
+
+    def _fused(self, name: str, choice: Choice | None, why: str = "") -> Choice | None:
+        """The choice, unless it is the layer's own way; ``why``: there is none."""
+        if choice is not None and choice.strategy != "serial":
+            self.report[name] = choice.name
+            return choice
+        self.report[name] = f"own way: {why if choice is None else 'measured as the fastest'}"
+        return None
 
     def _travelling(self, kind: str, product: Product, axis: str) -> int:
         """The rows that are cut into chunks."""
@@ -172,8 +192,8 @@ class FusedProducts:
         return run_reduce_scatter(a, b, self.on(axis, op), "TN", way_of(choice, "TN"), out)
 
 
-def _fused(choice: Choice | None) -> Choice | None:
-    return None if choice is None or choice.strategy == "serial" else choice
+def _window(line: Communicator, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return empty_shared(shape, dtype=dtype, device=device, comms=line)
 
 
 def published(entries: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ step:   step, loss, lr, grad_norm, seconds, tokens_per_s, memory_gb (1e9 bytes; 
         mean over ranks), comm_share (time blocked / time, mean over ranks, by axis and in all), model_flops,
         hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown).
 recovered: after a rank's death (``--elastic``): start, noticed (monotonic clock), seconds of each part since then.
-summary: steps, seconds, tail_loss.
+summary: steps, seconds, tail_loss, fused (how each product with its collective ran that could run as one, or why not).
 Units: seconds, tokens a second, flops of the whole step on all ranks. Model flops are those of
 ``axo.perf.flops.narayanan`` without recomputation, hardware flops with it where the run recomputes.
 """

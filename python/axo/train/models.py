@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -19,6 +19,7 @@ from litgpt.config import Config, configs, name_to_config
 from litgpt.model import GPT
 
 from axo import files
+from axo.perf.readers import nearest
 
 TINY: dict[str, Any] = {
     "name": "tiny", "block_size": 1024, "n_layer": 4, "n_embd": 128, "n_head": 8, "n_query_groups": 4,
@@ -89,15 +90,9 @@ def _from_name(name: str) -> dict[str, Any]:
     names = {f"{theirs['org']}/{theirs['name']}": fields for theirs, fields in hugging_faces}
     names |= {theirs["name"]: fields for theirs, fields in hugging_faces} | litgpts
     if name not in names:
-        near = _near(name.rpartition("/")[2], litgpts, "; the nearest are {}", ", ")
+        near = nearest(name, litgpts)
         raise ValueError(f"model {name!r} is neither a LitGPT configuration nor a .yaml or .json file{near}")
     return names[name]
-
-
-def _near(word: str, words: Iterable[str], sentence: str, between: str) -> str:
-    by_lower = {each.lower(): each for each in words}
-    near = [by_lower[each] for each in difflib.get_close_matches(word.lower(), by_lower, n=4, cutoff=0.4)]
-    return sentence.format(between.join(near)) if near else ""
 
 
 def _parse(field: str, value: Any) -> Any:
@@ -111,8 +106,8 @@ def _parse(field: str, value: Any) -> Any:
 def _check_field(owner: str, key: str, value: Any) -> None:
     """Check a field's value by the type that ``litgpt.Config`` gives it: LitGPT itself fails on it much later."""
     if key not in _TYPES:
-        near = _near(key, _TYPES, "; did you mean {}?", " or ")
-        raise ValueError(f"{owner}: litgpt.Config has no field {key!r}{near}")
+        near = " or ".join(difflib.get_close_matches(key.lower(), _TYPES, n=4, cutoff=0.4))
+        raise ValueError(f"{owner}: litgpt.Config has no field {key!r}" + (f"; did you mean {near}?" if near else ""))
     words = get_args(_TYPES[key]) if get_origin(_TYPES[key]) is Literal else ()
     kinds = () if words else get_args(_TYPES[key]) or (_TYPES[key],)
     whole, least = isinstance(value, int) and not isinstance(value, bool), 0 if key in _MAY_BE_0 else 1

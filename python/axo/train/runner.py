@@ -27,6 +27,7 @@ from axo.checkpoint.folder import check_place, name_of, number_of, step_of
 from axo.checkpoint.ranks import agree, checkpoint_group
 from axo.grid import check_ranks
 from axo.launch import Rank, RankFailed, Termination, launch_local, set_threads
+from axo.matmul.products import products_of
 from axo.offload import OffloadedAdamW
 from axo.train import data
 from axo.train.check import check
@@ -179,7 +180,8 @@ def _train(
     seconds, out = time.perf_counter() - began, Path(config.out)
     outcome = Outcome(losses, seconds, batches.vocab_size, out / LOG_NAME, out / PLOT_NAME, start=start)
     if log is not None:
-        log.write({"kind": "summary", "steps": len(losses), "seconds": seconds, "tail_loss": outcome.tail_loss})
+        summary = {"kind": "summary", "steps": len(losses), "seconds": seconds, "tail_loss": outcome.tail_loss}
+        log.write(summary | {"fused": products_of(comms).fused.report})
         log.close()
     return replace(outcome, checkpoint=checkpoints.last, stopped=stopped)
 

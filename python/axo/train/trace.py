@@ -26,6 +26,7 @@ from torch import nn
 from axo.checkpoint.ranks import checkpoint_group, share
 from axo.comm.counting import Awaited, Observed, observers
 from axo.errors import user_message
+from axo.matmul.products import products_of
 from axo.overlap import Events, record
 from axo.perf import chrome_trace, plots
 from axo.perf.chrome_trace import COMPUTE, STREAMS, Span
@@ -52,6 +53,7 @@ def traced_step(trainer: Trainer, index: int) -> Step:
         ran = hooks.enter_context(actions.record(trainer.stages))
         if trainer.stages:
             comms.everyone.barrier()
+        fused_before = products_of(comms).fused.calls
         observers.open()
         start = time.perf_counter()
         step = trainer.step(index)
@@ -67,6 +69,8 @@ def traced_step(trainer: Trainer, index: int) -> Step:
     if comms.everyone.rank == 0:
         whose = f"{config.schedule}, {comms.stages} stages" if trainer.stages else "rank 0"
         title = f"step {index} on {comms.grid}, {whose} · {config.precision} · {step.seconds * 1e3:.0f} ms"
+        if fused := products_of(comms).fused.calls - fused_before:
+            title += f" · {fused} products fused"
         path = Path(config.trace or "")
         try:
             every = [replace(Span(*one), rank=rank) for rank, (of_rank, _, _) in enumerate(told) for one in of_rank]

@@ -15,7 +15,7 @@ from axo_kernels.fused.workspace import Workspace
 class Recorder:
     """Has the methods of axo's device communicator; writes down what is called, and how."""
 
-    rank, size, reserved_ctas, stream = 0, 2, 6, 12345
+    rank, size, reserved_ctas, stream, library_version = 0, 2, 6, 12345, 22809
     device = torch.device("cpu")
 
     def __init__(self):

@@ -64,6 +64,7 @@ def test_signal_kernel_with_views_and_with_nothing_to_do(interpreter):
 
 def test_signal_leaves_room_for_the_communication(monkeypatch):
     """On a GPU as small as the communication itself the collective could never start: refused, and not a candidate."""
+    from axo_kernels import FusedCommunicator
     from axo_kernels.fused import segments
     from axo_kernels.gemm.layout import Product
     from axo_kernels.gemm.tiles import Target
@@ -82,14 +83,20 @@ def test_signal_leaves_room_for_the_communication(monkeypatch):
     product = Product("NT", 4096, 4096, 64, torch.bfloat16)
     for units, there in ((4, False), (132, True)):
         monkeypatch.setattr(choice.devices, "target_of", lambda device, units=units: Target("sm_90", units, 232_448))
-        asked = ("matmul_all_reduce", product, cuda, "b", 2, lambda product, device: choice.Choice("vendor", "NT"))
-        found = choice.fused_choices(*asked, reserved=4)
+
+        def candidates(reserved, caps=(), held=0):
+            facts = {"reserved_units": reserved, "caps": caps, "held_units": held}
+            on = type("On", (FusedCommunicator,), facts)(0, 2)
+            asked = ("matmul_all_reduce", product, cuda, "b", on)
+            return choice.fused_choices(*asked, lambda product, device: choice.Choice("vendor", "NT"), {"windows": ""})
+
+        found = candidates(4)
         assert any(candidate.strategy == "signal" for candidate in found) == there
         # Where the collectives can be capped, the product leaves what they take: every cap that leaves it anything.
-        found = choice.fused_choices(*asked, reserved=32, caps=(4, 8, 16))
+        found = candidates(32, (4, 8, 16))
         assert {each.channels for each in found if each.strategy == "signal"} == ({4, 8, 16} if there else set())
         assert all(choice.from_json(each.to_json()) == each for each in found)
-        held = choice.fused_choices(*asked, reserved=120, caps=(4, 8, 16), held=120)
+        held = candidates(120, (4, 8, 16), 120)
         assert {each.channels for each in held if each.strategy == "signal"} == ({4, 8} if there else set())
     assert any(each.name.endswith(" signal/2 on 8 channels") for each in found)
     for wrong in (-1, True, 1.5, "4"):

@@ -1,11 +1,18 @@
-"""How many products, collectives and copied bytes a split operation is, counted where torch dispatches them."""
+"""How many launches, products, collectives and copied bytes an operation is, counted where torch dispatches them."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from axo_kernels import adapt
+from axo_kernels import device as devices
+from axo_kernels.comm.communicator import PeerMemory
 from axo_kernels.fused.strategies import FusedPlan, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.workspace import empty_buffer
 from bench.lib.simulated import SimulatedCommunicator
+from tests.kernels.comm.test_device import Recorder, Stream
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 SIZE, CHUNKS = 4, 3
@@ -82,11 +89,11 @@ def test_a_split_operation_is_one_product_a_chunk(rank):
             rank, lambda comm, given=given: run_all_gather(x, w, comm, "NT", "b", way, given, keep=False)
         )
         torch.testing.assert_close(out, (x @ w.T).repeat(1, SIZE) + added)
-        assert (products, collectives, copied) == (1 + sides * CHUNKS, CHUNKS, w.nbytes)
+        assert (products, collectives, copied) == (1 + sides * CHUNKS, CHUNKS, 0)
         (_, kept), *_, copied = counted(
             rank, lambda comm, given=given: run_all_gather(x, w, comm, "NT", "b", way, given, keep=True)
         )
-        assert torch.equal(kept, w.repeat(SIZE, 1)) and copied == w.nbytes + kept.nbytes
+        assert torch.equal(kept, w.repeat(SIZE, 1)) and copied == kept.nbytes
         for layout, b in (("NT", x), ("NN", x.T.contiguous())):
             short = None if given is None else given[:7]
             (out, _), products, _, copied = counted(
@@ -96,7 +103,7 @@ def test_a_split_operation_is_one_product_a_chunk(rank):
                 ),
             )
             torch.testing.assert_close(out, (w @ x.T).repeat(SIZE, 1) + (0 if short is None else short))
-            assert (products, copied) == (1 + sides * CHUNKS, w.nbytes)
+            assert (products, copied) == (1 + sides * CHUNKS, 0)
 
     def summed(comm):
         out, finish = start_all_reduce(x, w, comm, "NT", way)
@@ -127,6 +134,95 @@ def test_a_signalled_gather_keeps_what_came_without_holding_the_product_up(rank,
         whole = w.repeat(SIZE, 1)
         torch.testing.assert_close(out, x @ whole.T if gather == "b" else whole @ x.T)
         assert (collectives, copied) == (CHUNKS, w.nbytes)
-        *flags, first, second, third = comms[0].issued if keep else [*comms[0].issued, 0, 0, 0]
+        *flags, first, second = comms[0].issued if keep else [*comms[0].issued, 0, 0]  # chunks of 3, 3 and 4 rows
         assert flags == CHUNKS * ["flag"]
-        assert kept is None if not keep else torch.equal(kept, whole) and first + second + third == kept.nbytes
+        assert kept is None if not keep else torch.equal(kept, whole) and first + second == kept.nbytes
+
+
+class Launched(TorchDispatchMode):
+    """What the host gives a GPU in an operation, against recorders: ``launches`` are products, kernels, copies,
+    collectives and flags; ``orders`` what lets a stream wait for another."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.orders = 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::").removesuffix("_")
+        self.launches += name in (*PRODUCTS, "add", "mul", "copy", "clone", "fill", "zero", "cat", "pad")
+        return function(*args, **(kwargs or {}))
+
+    def __getattr__(self, name):
+        if name.endswith("_kernel"):
+            return self
+        raise AttributeError(name)
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.launches += 1
+
+        return launch
+
+
+def launches(monkeypatch, operation, strategy, chunks, size=4, keep=True):
+    """Launches of an operation's second call, which finds its workspace, and how often a stream is ordered."""
+    monkeypatch.setattr(Recorder, "size", size)
+    recorder = Recorder()
+    comm = adapt(recorder, window=lambda on, *like: empty_buffer(*like))
+    comm.peer_memory = lambda nbytes, device: PeerMemory(torch.zeros(nbytes, dtype=torch.uint8), (0,) * size)
+    comm._unreachable = ""
+    count = Launched()
+    monkeypatch.setattr(devices, "runs_triton", lambda device: True)
+    monkeypatch.setattr(devices, "signal_kernels", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(recorder.log))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: handle)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    windows = strategy == "windows"
+    way = FusedPlan("split" if windows else strategy, chunks, windows=windows)
+    x, w = torch.ones(512, 16), torch.ones(256, 16)
+
+    def once():
+        if operation == "all_gather":
+            run_all_gather(x, w, comm, "NT", "b", way, keep=keep)
+        elif operation == "all_reduce":
+            start_all_reduce(x, w, comm, "NT", way)[1]()
+        else:
+            run_reduce_scatter(x, w, comm, "NT", way)
+
+    once()
+    on = recorder if not windows else comm.windowed().communicator
+    count.launches = 0
+    on.log.clear()
+    with count:
+        once()
+    calls = [entry for entry in on.log if not isinstance(entry, str)]  # collectives and flags
+    return count.launches + len(calls), len(on.log) - len(calls)
+
+
+@pytest.mark.parametrize(
+    "operation, strategy, expected",
+    [
+        ("all_reduce", "serial", lambda c: 2),
+        ("reduce_scatter", "serial", lambda c: 2),
+        ("all_gather", "serial", lambda c: 2),
+        ("reduce_scatter", "push", lambda c: 3),
+        ("all_reduce", "push", lambda c: 4),
+        ("all_reduce", "split", lambda c: 2 * c),
+        ("reduce_scatter", "split", lambda c: 2 * c),
+        ("all_reduce", "signal", lambda c: 2 + 2 * c),
+        ("reduce_scatter", "signal", lambda c: 2 + 2 * c),
+        # of the first rank: its own product, then one of each chunk, which travels, and what is kept
+        ("all_gather", "split", lambda c: 1 + 3 * c),
+        ("all_gather", "windows", lambda c: 3 + 2 * c),
+        ("all_gather", "signal", lambda c: 4 + 2 * c),
+    ],
+)
+def test_how_many_launches_an_operation_is(monkeypatch, operation, strategy, expected):
+    """Whatever the number of chunks where nothing is cut, at most 6; else with each chunk a collective and what goes
+    with it: two launches, three of a gather in no window."""
+    for chunks in (2, 4, 8):
+        found, orders = launches(monkeypatch, operation, strategy, chunks)
+        assert found == expected(chunks), (chunks, found)
+        assert orders <= 2 + chunks
+        if strategy in ("serial", "push"):
+            assert found <= 6 and orders <= 1

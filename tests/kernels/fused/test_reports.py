@@ -45,24 +45,28 @@ def on_two_ranks(name, folder):
 
 def signalled_layer(timeout):
     """A layer by hand on two ranks of z."""
+    from axo_kernels import FusedCommunicator
     from axo_kernels import device as devices
     from axo_kernels.gemm.layout import Product
     from axo_kernels.gemm.tiles import Config
     from axo_kernels.tune.cache import Cache
     from axo_kernels.tune.choice import Choice, fused_name
 
+    product = Product("NT", ROWS, OUT // 2, IN, torch.float32)
+    name = fused_name("all_gather_matmul_kept", "b", FusedCommunicator(0, 2), product)
     if os.environ["RANK"] == "0":
-        product = Product("NT", ROWS, OUT // 2, IN, torch.float32)
         tile = Config(16, 16, 16, group_m=2, warps=1, stages=1)
         kept = Choice("triton", "NT", tile, "signal", 2)
         cache = Cache(devices.device_name(torch.device("cpu")), devices.versions(), Path(os.environ["AXO_TUNE_CACHE"]))
-        cache.put({fused_name("all_gather_matmul_kept", "b", 2, product): kept.to_json()})
+        cache.put({name: kept.to_json()})
     comms = axo.connect("1x1x2x1", timeout=timeout)
     layer = axo.nn.Linear(IN, OUT, comms=comms)
     x = torch.ones(ROWS, IN, requires_grad=True)
     step(layer, x)
     record = products_of(comms).fused.on("z").ran[-1]
     assert (record.strategy, record.chunks, record.engine) == ("signal", 2, "interpreter")
+    report = products_of(comms).fused.report
+    assert report.pop(name).endswith(" signal/2") and set(report.values()) <= {"own way: not measured"}
     return comms, layer, x
 
 

@@ -242,6 +242,11 @@ def explore(ring: Ring, most: int = 2_000_000) -> tuple[int, str]:
     stored = {instruction[2] for program in machine.programs for instruction in program if instruction[0] == "store"}
     if stored != machine.expected:
         return 0, "not every part of every tile is stored"
+    return visit(machine, most)
+
+
+def visit(machine: Any, most: int = 2_000_000) -> tuple[int, str]:
+    """Visit every state of a machine from its ``start``, by ``after``, until ``check_end``; as :func:`explore`."""
     first = machine.start()
     seen, rest = {first}, [first]
     try:
@@ -255,7 +260,7 @@ def explore(ring: Ring, most: int = 2_000_000) -> tuple[int, str]:
                     rest.append(following)
             if ended:
                 machine.check_end(state)
-            assert len(seen) <= most, f"{ring}: more than {most} states"
+            assert len(seen) <= most, f"{machine}: more than {most} states"
     except Wrong as wrong:
         return len(seen), str(wrong)
     return len(seen), ""

@@ -366,7 +366,9 @@ def test_what_fp8_may_choose():
 
     def names(rows, device):
         product = Product("NT", 4096, rows, 4096, torch.bfloat16)
-        found = fused_choices("all_gather_matmul_fp8", product, torch.device(device), "b", 4, pytest.fail, caps=(4, 8))
+        found = fused_choices(
+            "all_gather_matmul_fp8", product, torch.device(device), "b", FusedCommunicator(0, 4), pytest.fail, {}
+        )
         return [choice.name for choice in found]
 
     assert names(2048, "cuda") == ["NT vendor", "NT vendor split/2", "NT vendor split/4", "NT vendor split/8"]
@@ -392,6 +394,77 @@ def test_fp8_runs_as_the_clock_says(cache, monkeypatch, winner, strategy):
     ) == tuner_module.from_json(choice.to_json())
 
 
+class Windowed(SimulatedCommunicator):
+    """Has windows; buffers that were asked for are counted."""
+
+    without_windows, buffers = "", 0
+
+    def windowed(self):
+        return self
+
+    def empty(self, shape, dtype, device):
+        self.buffers += 1
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def test_gathers_in_windows_are_timed_beside_the_others_and_win_where_they_are_faster(cache, monkeypatch):
+    product = Product("NT", 64, 32, 64, torch.float32)
+    ask = ("all_gather_matmul", product, CPU)
+
+    def clock(windows, calls, device, rounds=0, warmup=0, budget=0):
+        choices = [call.args[-2] for call in calls]  # that a call was made of
+        [call() for call in calls]
+        times = [0.5 if (each.chunks, each.windows) == (2, windows) else 1.0 for each in choices]
+        return [Timing(each, each, 0.9) for each in times]
+
+    for windows in (False, True):
+        monkeypatch.setattr(tuner_module, "paired", partial(clock, windows))
+        comm = Windowed(4, 1e15, CPU)
+        fresh = Cache("a device", VERSIONS, cache.path.parent / str(windows))
+        tuner = Tuner("first-step", cache=fresh, comm=FusedCommunicator(0, 1))
+        choice = tuner.choose_fused(*ask, on=comm)
+        assert (choice.strategy, choice.chunks, choice.windows) == ("split", 2, windows)
+        assert choice.name == f"NT vendor split/2{' in windows' if windows else ''}" and comm.buffers
+        assert [(left.choice, left.why) for left in tuner.left_out] == [("push", "is for sums")]
+        other = SimulatedCommunicator(4, 1e15, CPU)
+        again = Tuner("cached", cache=fresh, comm=FusedCommunicator(0, 1))
+        assert again.choose_fused(*ask, on=comm) == choice and from_json(choice.to_json()) == choice
+        assert again.choose_fused(*ask, on=other) == Choice("vendor", "NT"), "chosen where there are windows"
+    tuner = Tuner("first-step", cache=cache, comm=FusedCommunicator(0, 1))
+    tuner.choose_fused(*ask, on=other)
+    told = {left.choice: left.why for left in tuner.left_out}
+    assert told == {"push": "is for sums", "windows": "SimulatedCommunicator has none"}
+    with pytest.raises(ValueError, match="windows=True: SimulatedCommunicator has none; use windows=False"):
+        runners_module.run_fused(
+            "all_gather_matmul", "b", other, "NT", choice, [torch.ones(64, 64), torch.ones(32, 64)]
+        )
+
+
+def test_a_push_is_a_candidate_where_kernels_reach_the_peers(cache, monkeypatch):
+    """With every tile of the fused kernel, once: it has no chunks. On disk it is a miss where nothing reaches them."""
+    from axo_kernels.gemm.tiles import TARGETS
+    from axo_kernels.tune import choice as choice_module
+
+    monkeypatch.setattr(choice_module.devices, "runs_triton", lambda device: True)
+    monkeypatch.setattr(choice_module.devices, "target_of", lambda device: TARGETS["sm_90"])
+    product, cuda = Product("NT", 4096, 4096, 4096, torch.bfloat16), torch.device("cuda", 0)
+    on = FusedCommunicator(0, 2)
+    asked = ("matmul_reduce_scatter", product, cuda, "b", on, lambda product, device: Choice("vendor", "NT"))
+    assert not any(each.strategy == "push" for each in fused_choices(*asked, {"push": "no"}))
+    pushes = [each for each in fused_choices(*asked, {"windows": "no"}) if each.strategy == "push"]
+    assert len(pushes) == len({each.config for each in pushes}) == 3 and {each.chunks for each in pushes} == {1}
+    assert all(from_json(each.to_json()) == each for each in pushes)
+    plan = runners_module.way_of(pushes[0], "NT")
+    assert (plan.strategy, plan.config, plan.multiply) == ("push", pushes[0].config, None)
+    monkeypatch.setattr(tuner_module, "usable", lambda *all: True)
+    monkeypatch.setattr(Tuner, "_kernel_complaint", lambda *all: "")
+    cache.put({fused_name("matmul_reduce_scatter", "b", on, product): pushes[0].to_json()})
+    for why, found in (("", pushes[0]), ("they are apart", Choice("vendor", "NT"))):
+        on._unreachable = why
+        tuner = Tuner("cached", cache=cache, comm=FusedCommunicator(0, 1))
+        assert tuner.choose_fused("matmul_reduce_scatter", product, cuda, on=on) == found
+
+
 def test_a_choice_among_caps_is_a_miss_without_them_and_the_reverse(tmp_path):
     """Both kinds of communicator read one file; each takes what was chosen for its own kind."""
     product, operation = Product("NT", 64, 64, 64, torch.float32), "matmul_all_reduce"
@@ -399,7 +472,7 @@ def test_a_choice_among_caps_is_a_miss_without_them_and_the_reverse(tmp_path):
     kept = Choice("vendor", "NT", strategy="split", chunks=2)
     for written in (plain, capping):
         cache = Cache("a device", VERSIONS, tmp_path / type(written).__name__)
-        cache.put({fused_name(operation, "b", 2, product, written.caps): kept.to_json()})
+        cache.put({fused_name(operation, "b", written, product): kept.to_json()})
         for read in (plain, capping):
             tuner = Tuner("cached", cache=cache, comm=FusedCommunicator(0, 1))
             found = tuner.choose_fused(operation, product, CPU, on=read)
