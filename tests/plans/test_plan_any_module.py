@@ -107,9 +107,10 @@ class Codes(nn.Module):
         self.b.weight = nn.Parameter((40 * self.b.weight.data).to(torch.int8), requires_grad=False)
         self.codes = nn.Parameter((40 * torch.randn(8, 8)).to(torch.int8), requires_grad=False)
         self.scale, self.keep = nn.Parameter(torch.rand(8)), nn.Parameter(torch.arange(8) % 3 > 0, requires_grad=False)
+        self.register_buffer("order", torch.arange(8).to(torch.uint16))  # no collective knows it
 
     def forward(self, x):
-        x = F.linear(self.a(x), self.codes.to(x.dtype) * self.scale[:, None] / 40)
+        x = F.linear(self.a(x)[:, self.order.long()], self.codes.to(x.dtype) * self.scale[:, None] / 40)
         return self.c(F.linear(x, self.b.weight.to(x.dtype) / 40).masked_fill(~self.keep, 0))
 
 

@@ -27,6 +27,11 @@ _CPU = torch.device("cpu")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor, or its bytes where the core does not know its dtype (uint16, ...): what can be sent."""
+    return tensor if tensor.dtype in DTYPES else tensor.view(-1).view(torch.uint8)
+
+
 def as_tensor(array: Any, what: str, device: torch.device = _CPU) -> torch.Tensor:
     """The torch tensor that shares memory with ``array``, checked: on ``device``, dense, of a dtype that Axo moves.
 

@@ -70,6 +70,7 @@ class AxoStrategy(ParallelStrategy):
         plan, zero, sharded, timeout: As for Fabric's strategy (:class:`axo.AxoStrategy`); ``plan`` is for the children.
         like_one_device: Keep the order of the loader's own sampler, which the data ranks share out, so that all of them
             together read what one device with a batch as large would; else Lightning's DistributedSampler orders them.
+            An ``IterableDataset`` has no sampler: each data rank reads all of it, unless it cuts itself.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in Lightning's own.
 
     Raises:

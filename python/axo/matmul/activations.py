@@ -37,9 +37,3 @@ def embedding(rows: float) -> float:
 def cross_entropy(rows: float, columns: int, itemsize: int, *, capped: bool = False) -> float:
     """Bytes of the logits (before they are ``capped`` too), of ids, and of a maximum and a sum a row."""
     return rows * (itemsize * (1 + capped) * columns + 8 + 2 * STATISTIC)
-
-
-def newton_schulz_flops(shape: tuple[int, ...], steps: int) -> float:
-    """Flops of ``steps`` steps of Newton-Schulz (``axo.optim.newton_schulz``) on a whole matrix."""
-    m, k = sorted(shape)
-    return steps * (4.0 * m * m * k + 2.0 * m**3)

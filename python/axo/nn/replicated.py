@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from axo.comm.connect import Communicators
+from axo.comm.memory import movable
 from axo.matmul import cost, engine_cost
 from axo.nn import torch_utils
 from axo.overlap.engine import Exchange
@@ -162,4 +163,5 @@ def replicate(
 def _from_rank_0(tensor: torch.Tensor, comms: Communicators) -> None:
     value = tensor.detach().to(comms.device, copy=True).contiguous()
     if value.numel():
-        tensor.copy_(comms.world.broadcast(value, root=0))
+        comms.world.broadcast(movable(value), root=0)
+        tensor.copy_(value)

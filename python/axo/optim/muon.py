@@ -42,9 +42,9 @@ from axo.comm.connect import Communicators
 from axo.comm.counting import Count
 from axo.errors import Refused
 from axo.grid import Coords, Grid
-from axo.matmul.activations import newton_schulz_flops
 from axo.optim import newton_schulz
 from axo.optim.newton_schulz import FIRST, Cost
+from axo.perf.flops import newton_schulz_flops
 from axo.placement import Placement, placement_of
 from axo.sharding import unshard
 

@@ -32,7 +32,7 @@ import torch
 
 from axo.comm.counting import Count
 from axo.grid import AXES, Coords, Grid
-from axo.matmul.activations import newton_schulz_flops
+from axo.perf.flops import newton_schulz_flops
 from axo.placement import Placement, Range, chunk_bounds
 
 FIRST = Coords(0, 0, 0, 0)  # the rank with the largest parts

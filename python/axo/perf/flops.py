@@ -40,3 +40,9 @@ def step_flops(
         for block in workload.blocks
         for layer in block.layers
     )
+
+
+def newton_schulz_flops(shape: tuple[int, ...], steps: int) -> float:
+    """Flops of ``steps`` steps of Newton-Schulz (``axo.optim.newton_schulz``) on a whole matrix."""
+    m, k = sorted(shape)
+    return steps * (4.0 * m * m * k + 2.0 * m**3)

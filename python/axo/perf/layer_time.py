@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from axo.grid import AXES, Grid
-from axo.matmul import activations, cost
+from axo.matmul import cost
+from axo.perf.flops import newton_schulz_flops
 from axo.perf.layers import Layer, LinearKind, seen
 from axo.perf.machine import Machine
 from axo.perf.run_options import RunOptions
@@ -85,7 +86,7 @@ def _orthogonalized(machine: Machine, grid: Grid, run: RunOptions, workload: Wor
     rate = min((machine.bandwidth(grid, axis) for axis in axes), default=math.inf)
     seconds = 0.0
     for many, one in workload.matrices:
-        work = activations.newton_schulz_flops((one.out_features, one.in_features), MUON_STEPS) / machine.gemm_flops
+        work = newton_schulz_flops((one.out_features, one.in_features), MUON_STEPS) / machine.gemm_flops
         travels = (ranks - 1) / ranks * MUON_ITEMSIZE * one.in_features * one.out_features / rate
         seconds += min(many * (work + travels), -(-many // ranks) * (work + 2 * travels))
     return seconds

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from axo.comm.connect import Communicators
+from axo.comm.memory import movable
 from axo.errors import Refused
 from axo.nn import Conv2d, Embedding, Features, GroupNorm, LayerNorm, Linear
 from axo.nn.layer import ParallelLayer
@@ -110,7 +111,7 @@ class Replacer:
     def _from_rank_0(self, tensor: torch.Tensor) -> torch.Tensor:
         full = tensor.detach().to(self.comms.device).contiguous()
         if self.comms.grid.world_size > 1:
-            self.comms.world.broadcast(full, root=0)
+            self.comms.world.broadcast(movable(full), root=0)
         return full
 
 
