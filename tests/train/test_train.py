@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import axo
 from axo.grid import Grid
@@ -95,6 +96,10 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
         (
             {"algorithm": "tesseract", "grid": Grid(2, 2, 2, 1), "batch_size": 6},
             r"batch-size=6 rows do not divide over x\*z\*data=4",
+        ),
+        (
+            {"algorithm": "tesseract", "grid": Grid(2, 2, 2, 1), "chunked_loss": True},
+            r"train: chunked-loss is not supported by algorithm 'tesseract'",
         ),
         ({"context": 3, "grid": Grid(1, 1, 4, 1)}, r"context=3 does not divide z=4; use one of \[1, 2, 4\]"),
         ({"context_kind": "star"}, r"context='star' is not known"),
@@ -340,6 +345,8 @@ def train_on_rank(config: TrainConfig) -> tuple[list[float], list[float]]:
         ("2x2x2x1", {"algorithm": "tesseract", "recompute": True, "accumulate": 2}),
         ("2x1x2x1", {"context": 2, "seq_len": 29, "recompute": True, "goldfish_k": 3, "goldfish_h": 4}),
         ("1x1x4x1", {"context": 2, "context_kind": "heads", "accumulate": 2}),
+        ("2x2x1x1", {"chunked_loss": True, "model_overrides": SMALL | {"final_logit_softcapping": 2.0}}),
+        ("2x1x2x1", {"chunked_loss": True, "context": 2, "goldfish_k": 3, "accumulate": 2, "recompute": True}),
     ],
     ids=str,
 )
@@ -385,6 +392,38 @@ def unequal_gradient(config: TrainConfig) -> tuple[float, torch.Tensor]:
     gradient = axo.unshard(weight.grad, weight.placement)
     comms.close()
     return float(loss), gradient
+
+
+def widest_buffers(configs: list[TrainConfig]) -> list[int]:
+    """The elements of the largest tensor that a step makes, by run."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            made = [each.numel() for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+            Largest.elements = max([Largest.elements, *made])
+            return result
+
+    comms, widest = axo.connect(configs[0].grid), []
+    for config in configs:
+        trainer, Largest.elements = Trainer(config, comms, open_batches(config)), 0
+        with Largest(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("axo.nn.linear_loss.LOGITS_CHUNK", 1 << 14)
+            trainer.step(0)
+        widest.append(Largest.elements)
+    comms.close()
+    return widest
+
+
+def test_a_chunked_loss_has_no_logits_of_all_tokens(text: str) -> None:
+    model = SMALL | {"n_embd": 32, "intermediate_size": 32, "vocab_size": 4096, "padded_vocab_size": 4096}
+    whole = small(text, grid=Grid(2, 1, 1, 1), model_overrides=model, batch_size=16, seq_len=64)
+    most, chunked = run_ranks(widest_buffers, 2, [whole, dataclasses.replace(whole, chunked_loss=True)])[0]
+    logits, head = 16 * 64 * 4096 // 2, 4096 // 2 * 32  # of this rank
+    assert most == logits and head <= chunked < 1.01 * head  # its gradient, with a small one in the same buffer
 
 
 def test_unequal_local_batches_are_weighted_by_tokens(text: str) -> None:

@@ -58,8 +58,8 @@ def command_line(plan: GridPlan, candidate: Candidate) -> str:
     """Return the command of one candidate; of one that is left out, or that only the planner knows, an empty text."""
     asked, run, model, stages = plan.request, candidate.run, plan.request.workload, candidate.stages
     alone = candidate.algorithm == "axonn" and not model.trained_as
-    if candidate.time is None or not (model.trained_as or alone) or (run.chunked_loss and not alone):
-        return ""  # axo train has whole logits
+    if candidate.time is None or not (model.trained_as or alone):
+        return ""
     overlap = ",".join(name for name in OVERLAPS if name in run.overlap) or "none"
     pieces = run.micro_batches if stages is None and run.micro_batches > 1 else 0
     options: Words = {"--overlap": overlap if len(run.overlap) < len(OVERLAPS) else ""}
@@ -78,6 +78,7 @@ def command_line(plan: GridPlan, candidate: Candidate) -> str:
         "--grid": candidate.grid, "--device": "cuda", "--data": "DATA", "--steps": steps_of(plan),
         "--batch-size": batch_of(plan, candidate), "--seq-len": model.seq_length, **_parallel(candidate),
         "--accumulate": pieces, "--recompute": run.recompute != "none", **_saves_memory(run), "--zero": run.zero,
+        "--chunked-loss": run.chunked_loss,
         "--precision": asked.precision if asked.precision != "bf16-mixed" else "",
         "--gather-cache": gather_cache(model, run.cached_gathers), **options,
     }  # fmt: skip

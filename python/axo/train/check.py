@@ -95,6 +95,8 @@ def check_step(config: TrainConfig) -> Config:
             f"model {model.name!r}: seq-len={config.seq_len} is not in [1, block_size={model.block_size}]; "
             f"use a shorter sequence, or --model-override block_size={config.seq_len}"
         )
+    if config.chunked_loss:
+        arrangement.only_axonn("train: chunked-loss")
     if config.sequence_parallel:
         arrangement.only_axonn("train: sequence-parallel")
         check_divides("train", "seq-len", config.seq_len, "x", config.grid.x)

@@ -102,6 +102,9 @@ class TrainConfig:
     beta1: float = _option(0.9, OPTIMIZER, "AdamW's first; Muon's momentum is 0.95.", BELOW_1)
     beta2: float = _option(0.95, OPTIMIZER, "AdamW's second.", BELOW_1)
     clip: float = _option(1.0, OPTIMIZER, "Largest gradient norm; 0: off.", FINITE)
+    chunked_loss: bool = _option(
+        False, OPTIMIZER, "Loss and gradient of the head in chunks of rows: logits never exist whole."
+    )
     goldfish_k: int = _option(0, OPTIMIZER, "Goldfish loss: leave one of K tokens out; 0: off.", AT_LEAST_0)
     goldfish_h: int = _option(13, OPTIMIZER, "Goldfish loss: tokens before one that decide.", AT_LEAST_1)
     seed: int = _option(0, OPTIMIZER, "Of initial weights and data order.", Bounds("in [0, 2**63)", 0, 2**63 - 1))

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from litgpt.model import GPT
@@ -141,16 +141,28 @@ class Trainer:
             if self._schedule is not None:
                 self._schedule.step(piece_in, target=piece_out)
                 continue
-            with recipe.autocast(self.config):
-                logits = self.model(piece_in)
-            loss = self._loss_of(logits, piece_out)
-            del logits  # backward lets them go as soon as the head is done, if nobody else holds them
+            with self._forward_context():
+                outputs = self.model(piece_in)
+            loss = self._loss_of(outputs, piece_out)
+            del outputs  # backward lets logits go as soon as the head is done, if nobody else holds them
             loss.backward()
         return self._total, tokens
 
-    def _loss_of(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """What backward begins with, (rows, seq_len, V/Gx), (rows, seq_len) -> a scalar."""
-        loss = self.loss(logits.flatten(0, 1), targets.flatten())
+    @contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        chunked = self.config.chunked_loss
+        with recipe.autocast(self.config), recipe.without_head(self.model) if chunked else nullcontext():
+            yield
+
+    def _loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """What backward begins with: (rows, seq_len, V/Gx), of ``chunked_loss`` (rows, seq_len, h/Gy), and targets
+        (rows, seq_len) -> a scalar."""
+        if self.config.chunked_loss:
+            cap = self.model.config.final_logit_softcapping
+            with recipe.autocast(self.config):
+                loss = axo.nn.linear_cross_entropy(outputs, self.model.lm_head, targets, reduction="sum", softcap=cap)
+        else:
+            loss = self.loss(outputs.flatten(0, 1), targets.flatten())
         self._total += loss.detach().double()
         return self.scaler.scale(loss * self._weight)
 
@@ -169,10 +181,12 @@ class Trainer:
 
     def _build_schedule(self, modules: list[nn.Module]) -> pipeline.Schedule:
         config, rows = self.config, len(self.rows) // self.config.accumulate
-        most, context = -(-rows // config.microbatches), partial(recipe.autocast, config)
+        most = -(-rows // config.microbatches)
         ranges = context_ranges(config.seq_len, config.context, self.comms.context.rank)
         tokens = sum(high - low for low, high in ranges)
-        self.stages = pipeline.stages(modules, self.comms, rows=most, tokens=tokens, forward_context=context)
+        self.stages = pipeline.stages(
+            modules, self.comms, rows=most, tokens=tokens, forward_context=self._forward_context
+        )
         return pipeline.schedule(
             config.schedule, self.stages, microbatches=config.microbatches, loss=self._loss_of, mean=False, rows=rows
         )
