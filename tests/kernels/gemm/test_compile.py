@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from axo_kernels import adapt
 from axo_kernels import device as devices
 from axo_kernels.fused.strategies import FusedPlan
 from axo_kernels.gemm.layout import LAYOUTS, Product
@@ -71,7 +72,7 @@ def test_sample_of_the_matrix():
     outcomes = passed(matrix, workers=1)  # each imports torch and Triton anew
     assert {case.target for case in matrix} == {"sm_90", "gfx942"}
     assert {case.kernel for case in matrix} == {
-        *("matmul", "accumulate", "combine", "epilogue", "wait", "signal", "flags", "goldfish")
+        *("matmul", "accumulate", "combine", "epilogue", "wait", "signal", "flags", "goldfish", "push", "sum")
     }
     plain = [outcome for outcome in outcomes if " matmul " in outcome.name]
     assert all(outcome.spilled == 0 for outcome in plain), [(o.name, o.spilled) for o in plain if o.spilled]
@@ -224,18 +225,18 @@ def test_defaults_are_cut_for_devices_with_less_memory(target):
 @pytest.mark.parametrize("arch, served", [("sm_70", False), ("sm_75", False), ("sm_80", True), ("gfx90a", True)])
 def test_a_device_that_the_kernels_do_not_serve(monkeypatch, arch, served):
     """Such a GPU gets the vendor library; who asks for a kernel is told what would work."""
-    cuda = torch.device("cuda", 0)
+    cuda, alone = torch.device("cuda", 0), adapt(None)
     monkeypatch.setattr(devices, "target_of", lambda device: Target(arch, 80, 98_304))
     monkeypatch.setattr(devices, "gemm_kernels", lambda: torch)
     monkeypatch.setattr(devices, "interpreted", lambda: False)
     assert devices.runs_triton(cuda) == served
     if served:
-        FusedPlan("signal", 2).check("matmul_all_reduce", cuda)
+        FusedPlan("signal", 2).check("matmul_all_reduce", cuda, alone)
         return
     with pytest.raises(
         ValueError, match=r"signal' needs triton and a GPU that it serves \(sm_80 or later.*use 'split'"
     ):
-        FusedPlan("signal", 2).check("matmul_all_reduce", cuda)
+        FusedPlan("signal", 2).check("matmul_all_reduce", cuda, alone)
     product = Product("NT", 4096, 4096, 4096, torch.float16)
     assert {each.backend for each in plain_choices(product, cuda, 8)} == {"vendor"}
 
