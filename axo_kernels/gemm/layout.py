@@ -156,7 +156,9 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether an element of one tensor lies on one of the other; also where that is too hard to say."""
-    if not first.numel() * second.numel() or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+    one, other = first.untyped_storage(), second.untyped_storage()  # two may begin in one array of NumPy's
+    start, begin = one.data_ptr(), other.data_ptr()
+    if not first.numel() * second.numel() or start >= begin + other.nbytes() or begin >= start + one.nbytes():
         return False
     try:
         return np.shares_memory(_described(first), _described(second), max_work=10_000)

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from axo.comm.connect import Communicators, check_comms
+from axo.errors import Refused
 from axo.grid import AXES, Coords
 from axo.placement import Placement, context_ranges, local_ranges, placement_of
 
@@ -118,9 +119,10 @@ def shard_batch(batch: Any, comms: Communicators) -> Any:
     """Cut a whole batch for a model made by ``axo.parallelize``: this rank's rows (dim 0), over data and z.
 
     Ranks along x and y get the same rows; with algorithm "tesseract" x splits rows too. The same by a sampler:
-    ``DistributedSampler(data, num_replicas=comms.data_ranks, rank=comms.data_rank)``. With another algorithm than
-    "axonn" call it after ``axo.parallelize``. In a context (``axo.connect(context=...)``) rows are cut over data and
-    contexts, and dim 1, which is tokens, over the ranks of one: an early and a late piece each.
+    ``DistributedSampler(data, num_replicas=comms.row_parts, rank=comms.row_part)``, and in a context
+    :func:`cut_sequence` of its rows. With another algorithm than "axonn" call it after ``axo.parallelize``. In a
+    context (``axo.connect(context=...)``) rows are cut over data and contexts, and dim 1, which is tokens, over the
+    ranks of one: an early and a late piece each.
 
     Args:
         batch: A tensor ``(rows, ...)``, or mappings (which become dicts), dataclasses, lists and tuples of such; what
@@ -172,12 +174,18 @@ def cut_sequence(tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:
     return torch.cat([tensor[:, low:high] for low, high in ranges], 1)
 
 
+def _refuse_context(what: str, comms: Communicators) -> None:
+    if comms.context.size > 1:
+        raise Refused(f"{what}: in a context rows are tokens too; cut batches by axo.shard_batch")
+
+
 def shard_input(layer: ShardedLayer, tensor: torch.Tensor) -> torch.Tensor:
     """Cut out what ``layer`` takes on this rank: rows (dim 0) as ``shard_batch``, features over its in axis.
 
     Raises:
         ValueError: The last dim is not the layer's whole input size.
     """
+    _refuse_context("shard_input", layer.comms)
     dim, has_features = layer.feature_dim, layer.in_features_whole is not None
     if has_features and (tensor.dim() < -dim or tensor.shape[dim] != layer.in_features_whole):
         where = "a last dim" if dim == -1 else f"a dim {dim}"
@@ -197,6 +205,7 @@ def unshard_output(layer: ShardedLayer, tensor: torch.Tensor) -> torch.Tensor:
 
     Ranks may hold different numbers of rows; the other dims must agree. Every rank must call it.
     """
+    _refuse_context("unshard_output", layer.comms)
     dim, whole = layer.feature_dim, layer.out_features_whole
     if layer.out_axis is not None and whole is not None and tensor.shape[dim] != whole:
         tensor = gather_features(tensor, layer.comms, layer.out_axis, whole, layer.out_blocks, layer.out_copies, dim)

@@ -1,6 +1,7 @@
 """axo bench curves: one configuration file for stock LitGPT and grids."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -43,3 +44,7 @@ def test_the_noise_of_another_order_of_sums_is_the_limit(monkeypatch):
     monkeypatch.setattr("bench.curves.write_run", lambda folder, steps, validates: folder)
     assert main(["--steps=100", "--noise", "--grids=1x1x1x2"]) == 0
     assert main(["--steps=100", "--noise", "--grids=1x1x1x2,2x1x1x1"]) == 1
+    runs["1x1x1x2"] = Curve([3.0] * 50 + [math.nan] * 50, [2.0])
+    assert main(["--steps=100", "--noise", "--grids=1x1x1x2"]) == 1
+    runs["1x1x1x2"], runs["litgpt, one row at a time"] = runs["litgpt"], Curve([4.0] * 100, [3.0])
+    assert main(["--steps=100", "--noise", "--grids=1x1x1x2"]) == 1  # no rounding is so large

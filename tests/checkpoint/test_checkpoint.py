@@ -276,6 +276,14 @@ class Counting(torch.optim.Optimizer):
             parameter.data.sub_(parameter.grad, alpha=0.1 / self.state["steps"])  # type: ignore[index,operator]
 
 
+class OfACopy(Counting):
+    """Keeps state of a tensor that is no parameter."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters)
+        self.state[torch.zeros(3)] = {"step": 1}
+
+
 def resume_counting(folder: str) -> None:
     comms = axo.connect("2x1x1x1")
     model, other = Noisy(comms), Noisy(comms)
@@ -303,7 +311,11 @@ def save_rows(folder: str, make: Any) -> str:
 
 
 def test_state_of_another_shape_than_its_split_parameter_is_refused(tmp_path: Path) -> None:
-    for make, said in ((ByRows, "keeps 'row_var' of 'up.weight' in shape (6, 1)"), (InGroups, "option 'momenta' of")):
+    for make, said in (
+        (ByRows, "keeps 'row_var' of 'up.weight' in shape (6, 1)"),
+        (InGroups, "option 'momenta' of"),
+        (OfACopy, "state of a tensor of shape (3,) that is in none of its groups"),
+    ):
         messages = run_ranks(save_rows, 2, str(tmp_path), make)
         assert messages[0] == messages[1] and said in messages[0]
 

@@ -30,6 +30,10 @@ def losses_of(config: TrainConfig) -> list[float]:
     return outcome.losses if outcome else []
 
 
+# The last of a rank's two stages has a configuration of its own, without the scale.
+CAPPED = TIED | {"scale_embeddings": True, "final_logit_softcapping": 2.0}
+
+
 def staged(text: str, **options: Any) -> TrainConfig:
     usual = {"model_overrides": TIED, "batch_size": 16, "seq_len": 16, "steps": 4, "microbatches": 4}
     return small(text, **(usual | options))
@@ -43,6 +47,7 @@ def staged(text: str, **options: Any) -> TrainConfig:
         ("2x2x1x1", "1f1b", {"algorithm": "tesseract"}),
         ("1x1x2x2", "1f1b", {"optimizer": "muon", "zero": 2, "microbatches": 2}),
         ("1x1x1x1", "1f1b", {"precision": "16-mixed"}),  # the last stage alone scales a loss
+        ("1x1x2x1", "interleaved-1f1b", {"chunked_loss": True, "context": 2, "model_overrides": CAPPED}),
         pytest.param("2x2x2x2", "1f1b", FIGURE_6, marks=pytest.mark.soak),
     ],
 )

@@ -13,6 +13,7 @@ from litgpt.config import Config
 from litgpt.model import GPT
 
 import axo
+from axo.nn.layer import refuse_context
 from tests.gpt import LLAMA, NEOX
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close, assert_gradients_match, gradients_of, mean_over_data_ranks, once, seed_apart
@@ -171,6 +172,17 @@ def mistakes():
     with pytest.raises(axo.Refused, match="in a context is not supported; use 0"):
         config = transformers.LlamaConfig(**HF, attention_dropout=0.1)
         axo.parallelize(transformers.LlamaForCausalLM(config), comms, plan="auto")
+    for kind, options, error in (
+        ("SequenceClassification", {}, "other heads look at all tokens"),
+        (
+            "CausalLM",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rotations that depend on a sequence's",
+        ),
+    ):
+        config = transformers.LlamaConfig(**HF, **options)
+        with pytest.raises(axo.Refused, match=error):
+            axo.parallelize(getattr(transformers, f"LlamaFor{kind}")(config), comms, plan="auto")
     model = axo.parallelize(GPT(Config(**LLAMA)), comms)
     ids = torch.zeros(2, 4, dtype=torch.int64)
     with pytest.raises(axo.Refused, match="a GPT takes no input_pos"):
@@ -189,6 +201,12 @@ def mistakes():
         model(ids, mask)
     with pytest.raises(axo.Refused, match="cu_seq_lens_q is not supported"):
         model(ids, cu_seq_lens_q=torch.tensor([0, 8]))
+    with pytest.raises(axo.Refused, match="logits_to_keep is not supported"):
+        model(ids, logits_to_keep=1)
+    with pytest.raises(axo.Refused, match=r"a model in a context .* by a loop of your own"):
+        refuse_context(model)
+    with pytest.raises(axo.Refused, match="unshard_output: in a context rows are tokens too"):
+        axo.unshard_output(model.lm_head, torch.zeros(2, 4, 8))
     comms.close()
     with pytest.raises(ValueError, match="context='ring' is of ranks that share sequences"):
         axo.parallelize(GPT(Config(**LLAMA)), axo.connect("2x1x1x1"), context="ring")

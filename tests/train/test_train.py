@@ -101,6 +101,11 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
             {"algorithm": "tesseract", "grid": Grid(2, 2, 2, 1), "chunked_loss": True},
             r"train: chunked-loss is not supported by algorithm 'tesseract'",
         ),
+        ({"chunked_loss": True, "precision": "16-mixed"}, r"train: chunked-loss with precision=16-mixed"),
+        (
+            {"chunked_loss": True, "sequence_parallel": True, "grid": Grid(2, 1, 1, 1)},
+            r"train: chunked-loss with sequence-parallel is not supported",
+        ),
         ({"context": 3, "grid": Grid(1, 1, 4, 1)}, r"context=3 does not divide z=4; use one of \[1, 2, 4\]"),
         ({"context_kind": "star"}, r"context='star' is not known"),
         (

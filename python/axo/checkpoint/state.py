@@ -249,8 +249,14 @@ def values_of_none(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """
     kind = type(optimizer).__name__
     state: dict[Any, Any] = dict(optimizer.state)
-    values = {key: _of_python(value) for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    of_groups = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    values = {key: _of_python(value) for key, value in state.items() if id(key) not in of_groups}
     for key, value in values.items():
+        if isinstance(key, torch.Tensor):
+            raise ValueError(
+                f"checkpoint: {kind} keeps state of a tensor of shape {tuple(key.shape)} that is in none of its groups;"
+                " only that of its parameters can be saved"
+            )
         if not isinstance(key, str) or not _is_plain(value):
             raise ValueError(
                 f"checkpoint: {kind} keeps {key!r} of no parameter as a {type(value).__name__}; only a plain value"
@@ -314,7 +320,8 @@ def join_optimizers(of_stages: list[dict[str, Any]]) -> dict[str, Any]:
     """The ``optimizer`` entries of the stages of a pipeline as one: groups with the same options become one group."""
     joined: dict[str, Any] = {"kind": of_stages[0]["kind"], "groups": [], "values": {}}
     for saved in of_stages:
-        joined["values"] |= saved["values"]
+        for name, values in saved["values"].items():
+            joined["values"][name] = joined["values"].get(name, {}) | values
         for group in saved["groups"]:
             same = [one for one in joined["groups"] if one | {"params": ()} == group | {"params": ()}]
             if same:

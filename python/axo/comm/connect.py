@@ -259,7 +259,8 @@ class Communicators:
     def blocked_seconds(self) -> dict[str, float]:
         """Seconds that this rank has been blocked in communication since the start, by axis (and "world")."""
         names = (*AXES, "world") if self.stages == 1 else (*AXES, "world", "pipeline", "everyone")
-        return {name: getattr(self, name).blocked_seconds for name in names}
+        seconds = {name: getattr(self, name).blocked_seconds for name in names}
+        return seconds | {"z": seconds["z"] + (self.context.blocked_seconds if self.context.size > 1 else 0.0)}
 
     @property
     def ranks(self) -> list[int]:
@@ -309,11 +310,6 @@ class Communicators:
         if not dist.is_initialized():
             return self.device_mesh.get_group("x")  # one rank without torchrun
         return self._small_group(self.ranks[self.rank :: self.grid.world_size])
-
-    def line_group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks of this one's line along an axis as a process group. Collective over them: it is made at a call."""
-        first = self.stage * self.grid.world_size
-        return self._small_group([self.ranks[first + rank] for rank in self.grid.ranks(axis, self.rank)])
 
     def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:
         group = dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)

@@ -51,7 +51,7 @@ from axo.comm.connect import Communicators
 from axo.grid import Grid
 from axo.integrations import data_ranks
 from axo.integrations.fabric.figures import Figures
-from axo.nn.layer import is_parallel
+from axo.nn.layer import is_parallel, refuse_context
 
 FOLDER = "axo"  # of a checkpoint
 _Object = TypeVar("_Object")
@@ -154,6 +154,7 @@ class GridAccelerator(Accelerator):
         return bool(state.process_index == state.num_processes - 1)
 
     def _split(self, model: nn.Module) -> None:
+        refuse_context(model)
         if not is_parallel(model):
             model.to(self.device)
             axo.parallelize(model, self._axo_comms, **self._axo_options)

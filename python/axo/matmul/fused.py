@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -95,9 +94,8 @@ class FusedProducts:
     def on(self, axis: str, op: str = "sum") -> FusedCommunicator:
         """The fused operations' view of an axis, whose reduce-scatters do ``op``; ``on(axis).ran`` tells what ran."""
         if (axis, op) not in self._adapted:
-            group = partial(self._comms.line_group, axis)
-            line = self._comms.axis(axis)
-            self._adapted[axis, op] = adapt(line, self._comms.timeout, op, window=_window, group=group)
+            # No group, and so no push: its memory is made anew for each number of rows, which may differ over z.
+            self._adapted[axis, op] = adapt(self._comms.axis(axis), self._comms.timeout, op, window=_window)
         return self._adapted[axis, op]
 
     def poll(self) -> None:

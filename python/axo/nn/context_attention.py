@@ -60,7 +60,7 @@ def attention(
         window: A query sees this many tokens, its own among them; None: all.
 
     Raises:
-        ValueError: The tokens are not this rank's.
+        ValueError: The tokens are not this rank's, or keys and values have others.
         Refused: Heads do not divide over the ranks, for kind "heads".
     """
     heads, groups, ranks = query.shape[1], key.shape[1], pieces.ranks
@@ -70,7 +70,12 @@ def attention(
             f"attention: {query.shape[2]} tokens are not the {pieces.tokens()} that rank {pieces.communicator.rank} of"
             f" {ranks} has of {pieces.length}"
         )
-    query, key, value = (each.to(compute_dtype(each)) for each in (query, key, value))
+    if key.shape != value.shape or key.shape[2:] != query.shape[2:]:
+        raise ValueError(
+            f"attention: queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} differ"
+            " in tokens or size"
+        )
+    query, key, value = (each.to(compute_dtype(each)).contiguous() for each in (query, key, value))
     keys, scale = torch.cat((key, value), -1), query.shape[-1] ** -0.5 if scale is None else scale
     if pieces.kind != "heads":
         exchange = _RingExchange(pieces) if pieces.kind == "ring" else _GatherExchange(pieces)

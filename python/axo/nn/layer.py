@@ -21,6 +21,7 @@ from torch import nn
 from axo.comm.agree import all_call, ranks_that_differ
 from axo.comm.connect import Communicators, check_comms
 from axo.comm.memory import physical_memory
+from axo.errors import Refused
 from axo.matmul import cost, engine_cost
 from axo.nn import chain, torch_utils
 from axo.nn.generator import source_generator
@@ -285,6 +286,19 @@ def label_of(layer: nn.Module, name: str | None) -> str:
 def is_parallel(model: nn.Module) -> bool:
     """Whether ``model`` holds a parallel layer."""
     return any(isinstance(module, ParallelLayer) for module in model.modules())
+
+
+def refuse_context(model: nn.Module) -> None:
+    """Refuse a model that lies in a context: a trainer that makes communicators of its own cuts rows alone.
+
+    Raises:
+        Refused: It does.
+    """
+    layers = (module for module in model.modules() if isinstance(module, ParallelLayer))
+    if any(layer.comms.context.size > 1 for layer in layers):
+        raise Refused(
+            "a model in a context (axo.connect(context=...)) is trained by a loop of your own, or by axo train"
+        )
 
 
 def default_device(device: torch.device | str | None, comms: Communicators) -> torch.device:

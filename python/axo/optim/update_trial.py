@@ -38,7 +38,7 @@ from axo.placement import chunk_bounds, placement_of
 LIMIT = 1e-3  # of the largest change: equal updates differ by rounding, in fp32 at worst
 KEY = "axo_shards"  # in each group of a state dict: whose shards they are
 _TRIAL = (128, 12)  # the longest dim, and steps
-_FURTHER = ((512, 2), (8, 128))  # some optimizers treat larger matrices otherwise, or later steps
+_FURTHER = ((512, 2), (32, 40), (8, 128))  # some optimizers treat larger matrices otherwise, or later steps
 _OWN = ("state", "param_groups", "defaults")
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 

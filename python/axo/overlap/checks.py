@@ -67,6 +67,6 @@ def check_same_inputs(comms: Communicators, tensors: Iterable[torch.Tensor]) -> 
             raise ValueError(
                 f"forward: the input on {axis}={', '.join(map(str, differ))} differs from that on {axis}=0; ranks along"
                 f" {' and '.join(axes)} work on the same rows (only {' and '.join(reversed(comms.arrangement.rows))}"
-                " split the batch): give the sampler comms.data_rank of comms.data_ranks, or cut a batch by"
+                " split the batch): give the sampler comms.row_part of comms.row_parts, or cut a batch by"
                 " axo.shard_batch(batch, comms)"
             )

@@ -104,6 +104,8 @@ class Request:
                 f"{model.name} has experts or is no transformer: its tokens cannot be split over x; leave"
                 " sequence_parallel out"
             )
+        if self.sequence_parallel and self.chunked_loss:
+            yield "a head whose loss comes in chunks takes no split tokens; leave sequence_parallel or chunked_loss out"
         if self.batch_tokens < length:
             yield f"a batch of {self.batch_tokens} tokens is less than one sequence of {length}"
         for name, (known, verb) in _WORDS.items():

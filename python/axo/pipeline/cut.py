@@ -111,6 +111,8 @@ def split(
     if not any(isinstance(module, ParallelLayer) and module.comms is comms for module in model.modules()):
         raise ValueError("pipeline: the model holds no layer of this grid; call axo.parallelize(model, comms) first")
     family = family_of(model)
+    if comms.context.size > 1 and hasattr(getattr(model, "config", None), "model_type"):
+        raise Refused("pipeline: a model of transformers in a context has no stages; leave one of the two out")
     stages = comms.stages * stages_per_rank
     blocks: Any = model.get_submodule(family.blocks)
     if cuts == "planner":

@@ -53,11 +53,28 @@ def check(model: nn.Module, kind: str, ranks: int, x: int) -> None:
     assert config is not None
     check_kind(owner, kind, _own(config))
     litgpt = _is_litgpt(model)
+    if not litgpt:
+        _check_hugging_face(f"{owner}: context={ranks}", type(model).__name__, config)
     heads = config.n_head if litgpt else config.num_attention_heads
     groups = config.n_query_groups if litgpt else config.num_key_value_heads
     check_heads(owner, kind, heads // x, max(1, groups // x), ranks)
     if not litgpt and getattr(config, "attention_dropout", None):
         raise Refused(f"{owner}: attention_dropout={config.attention_dropout} in a context is not supported; use 0")
+
+
+def _check_hugging_face(owner: str, name: str, config: Any) -> None:
+    """Refuse what looks at more than a rank's tokens in another place than attention.
+
+    Raises:
+        Refused: Says what.
+    """
+    if not name.endswith(("ForCausalLM", "Model")):
+        raise Refused(f"{owner} is of language models (...ForCausalLM) or their bodies: other heads look at all tokens")
+    rotations = repr([getattr(config, field, None) for field in ("rope_scaling", "rope_parameters")])
+    if "dynamic" in rotations or "longrope" in rotations:
+        raise Refused(f"{owner} with rotations that depend on a sequence's length (dynamic, longrope) is not supported")
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+        raise Refused(f"{owner} with attention that is not causal is not supported")
 
 
 def install(model: nn.Module, comms: Communicators, kind: str, grad_reduce: str) -> None:
@@ -176,6 +193,10 @@ class _HuggingFace:
                 f"forward: a sequence of {pieces.length} tokens over {pieces.ranks} ranks leaves some without, which"
                 " transformers' code cannot run; use a longer one"
             )
+        if isinstance(kept := named.get("logits_to_keep"), torch.Tensor) or kept:
+            raise Refused("forward: logits_to_keep is not supported in a context, which cannot generate; leave it out")
+        if named.get("ignore_index", -100) != -100:
+            raise Refused("forward: ignore_index is not supported in a context; use labels of -100")
         for name in ("past_key_values", "cu_seq_lens_q"):
             if named.get(name) is not None:
                 raise Refused(

@@ -97,6 +97,9 @@ def check_step(config: TrainConfig) -> Config:
         )
     if config.chunked_loss:
         arrangement.only_axonn("train: chunked-loss")
+        if config.sequence_parallel or config.precision == "16-mixed":
+            other = "sequence-parallel" if config.sequence_parallel else "precision=16-mixed, whose scale comes after,"
+            raise ValueError(f"train: chunked-loss with {other} is not supported; leave one of them out")
     if config.sequence_parallel:
         arrangement.only_axonn("train: sequence-parallel")
         check_divides("train", "seq-len", config.seq_len, "x", config.grid.x)

@@ -38,7 +38,7 @@ class StateCopies:
 
     Attributes:
         folder: On tmpfs.
-        noticed: When the launcher saw that a rank had died, by the monotonic clock; None: no rank has.
+        noticed: When a rank had died and the launcher had ended the others, by the monotonic clock; None: none has.
         seconds: What has passed since then, in parts.
     """
 
@@ -101,7 +101,7 @@ def after_a_death(config: TrainConfig, copies: StateCopies, error: RankFailed) -
     copy = latest(copies.folder)
     if copy is None:  # before the first one the run has done nothing
         return smaller
-    saved = latest(Path(config.out, CHECKPOINTS), run=run_of(copy))
+    saved = latest(Path(config.out, CHECKPOINTS), run=run_of(copy)) if config.saves else None
     newest = copy if saved is None or number_of(saved) <= number_of(copy) else saved
     return replace(smaller, resume=str(newest), overwrite=False)
 

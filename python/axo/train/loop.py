@@ -74,7 +74,7 @@ class Trainer:
         built: tuple[GPT, list[nn.Module]] | None = None,
     ) -> None:
         self.config, self.comms, self.batches = config, comms, batches
-        self.model, modules = built or build_model(config, comms)
+        self.model, self._modules = built or build_model(config, comms)
         self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement, config.context)
         self._over_rows = [comms.axis(axis) for axis in comms.arrangement.rows if comms.grid.size(axis) > 1]
         self._data_ranks = comms.data_ranks
@@ -83,7 +83,7 @@ class Trainer:
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
         self.stages: list[pipeline.Stage] = []
-        self._schedule = self._build_schedule(modules) if modules else None
+        self._schedule = self._build_schedule(self._modules) if self._modules else None
         self._weight = 0.0  # of a token's loss in the piece under way
         self._total: torch.Tensor  # of this rank's token losses
         self.optimizer = recipe.build_optimizer(self.model, config, offload_of(config))
@@ -151,7 +151,7 @@ class Trainer:
     @contextmanager
     def _forward_context(self) -> Iterator[None]:
         chunked = self.config.chunked_loss
-        with recipe.autocast(self.config), recipe.without_head(self.model) if chunked else nullcontext():
+        with recipe.autocast(self.config), recipe.without_head(self.model, self._modules) if chunked else nullcontext():
             yield
 
     def _loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

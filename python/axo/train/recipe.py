@@ -9,7 +9,7 @@ Plain torch: nothing here knows of ranks. Source: the usual recipe (GPT-3, LitGP
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -69,16 +69,22 @@ def autocast(config: TrainConfig) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def without_head(model: GPT) -> Iterator[None]:
-    """A forward pass in it ends with what the head takes: its product and the soft cap are the loss's to make."""
-    head, config = model.lm_head, model.config
-    cap, config.final_logit_softcapping = config.final_logit_softcapping, None
+def without_head(model: GPT, stages: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """A forward pass in it ends with what the head takes: its product and the soft cap are the loss's to make.
+
+    ``stages`` may have configurations of their own.
+    """
+    head, cap = model.lm_head, model.config.final_logit_softcapping
+    configs: list[Any] = [part.config for part in (model, *stages)]
     head.forward = _same  # type: ignore[method-assign]
+    for config in configs:
+        config.final_logit_softcapping = None
     try:
         yield
     finally:
         del head.forward
-        config.final_logit_softcapping = cap
+        for config in configs:
+            config.final_logit_softcapping = cap
 
 
 def _same(input: torch.Tensor) -> torch.Tensor:

@@ -254,6 +254,8 @@ class Checkpoints:
 
     def _progress(self) -> tuple[int, Path | None, int]:
         newest = checkpoint.latest(self._folder, run=self._run.id) or self.origin
+        if newest is not None and self._copies is not None and newest.parent == Path(self._copies.folder):
+            newest = None  # it ends with the launcher
         return self._done, newest, (step_of(newest.name) or 0) if newest is not None else 0
 
     def resume(self) -> tuple[int, list[float]]:

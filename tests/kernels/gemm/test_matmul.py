@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -240,7 +241,7 @@ def check_refused():
 
 def test_a_result_may_lie_beside_an_operand_and_not_across_it():
     """Windows of one tensor with gaps: exact, whatever their strides."""
-    whole = torch.randn(16, 24)
+    whole, array = torch.randn(16, 24), np.zeros(72, np.float32)
     b = torch.randn(8, 8)
     for a, out in (
         (whole[:8, :8], whole[:8, 4:12]),
@@ -248,6 +249,7 @@ def test_a_result_may_lie_beside_an_operand_and_not_across_it():
         (whole[::2, :8], whole[4:12, 6:14]),
         (whole[:8, :8], whole.view(-1)[3:].as_strided((8, 8), (48, 3))),
         (whole.view(-1).as_strided((8, 8), (1, 24)), whole[:8, 7:15]),
+        (torch.from_numpy(array[:64]).view(8, 8), torch.from_numpy(array[8:72]).view(8, 8)),  # two storages
     ):
         with pytest.raises(ValueError, match="out lies on a, which is read"):
             matmul(a, b, out=out)

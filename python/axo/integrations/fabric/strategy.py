@@ -68,7 +68,7 @@ from axo.integrations.fabric.materialize import holds_meta, materialize
 from axo.integrations.fabric.recorded_init import RecordedInit
 from axo.integrations.fabric.stages import StagedLogits, StageRunner, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
-from axo.nn.layer import is_parallel
+from axo.nn.layer import is_parallel, refuse_context
 from axo.optim.checks import check_update
 from axo.pipeline import check_microbatches
 
@@ -321,6 +321,7 @@ class AxoStrategy(DDPStrategy):
         """Split ``module`` over the grid, in place. One made of Axo's layers already is left as it is."""
         self._check_launched("setup")
         if is_parallel(module):
+            refuse_context(module)
             return module
         originals = {name: part for name, part in module.named_modules() if holds_meta(part)}
         options: dict[str, Any] = {"gather_logits": not self.vocab_loss, "zero": self.zero, "offload": self.offload}
