@@ -41,7 +41,7 @@ MODEL = {
     "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "intermediate_size": 96,
 }  # fmt: skip
 BATCH, LENGTH, LIMIT, WINDOW, VALIDATIONS, VALIDATED = 4, 64, 1e-4, 50, 20, 64
-TEXT = 1 << 16  # bytes
+TEXT = 64 * 1025  # bytes: 960 samples to train on and 64 to validate, whole batches in each epoch
 MOST = 2e-2  # that rounding may come to: beyond it something is wrong
 STOCK, OTHER_ORDER = "litgpt", "litgpt, one row at a time"
 COLUMNS = {
