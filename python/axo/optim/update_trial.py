@@ -12,7 +12,8 @@ milliseconds:
 
 What ZeRO cuts is cut as ``Zero`` does, after the optimizer was made: state of construction counts. The user's
 optimizer, parameters and generators are not touched. Torch's own are tried once. Others also with fewer steps of larger
-tensors, and with more steps of smaller ones. Not seen: what begins after 128 steps, or with sizes above 512.
+tensors, and with more steps of smaller ones. Not seen: what
+begins later than the steps of ``_FURTHER`` in tensors wider than its dims.
 """
 
 from __future__ import annotations
