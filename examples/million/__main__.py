@@ -49,9 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     case = replace(config(options.tokens, options.window, options.out), steps=options.steps)
     records = dryrun.run_all(case, [0, RANKS - 1], processes=2)  # in processes of their own: ranks are forked from this
     record = max(records, key=lambda each: each.peak.total)
-    foretold = record.peak.total / MIB
+    predicted = record.peak.total / MIB
     print(f"{options.tokens:,} tokens on {RANKS} ranks: a dry run of {record.seconds:.0f} s says that a rank's tensors"
-          f" take {foretold:.1f} MiB when they take most ({record.peak.phase})")  # fmt: skip
+          f" take {predicted:.1f} MiB when they take most ({record.peak.phase})")  # fmt: skip
     return_freed_memory()
     memory = Memory()
     ended = threading.Event()
@@ -66,10 +66,10 @@ def main(arguments: list[str] | None = None) -> int:
     assert outcome is not None
     held = memory.most / MIB
     print(f"{case.steps} steps in {time.monotonic() - start:.0f} s, losses {outcome.losses}")
-    off = held / foretold - 1
+    off = held / predicted - 1
     print(f"the fullest rank held {held:.1f} MiB more than before its model was made: {off:+.1%}")
-    picture = draw(options.out / "memory.png", memory, foretold, f"{options.tokens:,} tokens, {RANKS} ranks")
-    row = {"tokens": options.tokens, "window": options.window, "losses": outcome.losses, "foretold_MiB": foretold,
+    picture = draw(options.out / "memory.png", memory, predicted, f"{options.tokens:,} tokens, {RANKS} ranks")
+    row = {"tokens": options.tokens, "window": options.window, "losses": outcome.losses, "predicted_MiB": predicted,
            "held_MiB": held, "seconds": outcome.seconds}  # fmt: skip
     (options.out / "million.json").write_text(json.dumps(row) + "\n")
     print(f"picture: {picture}")

@@ -59,7 +59,7 @@ def anonymous(process: int) -> int:
     return 0
 
 
-def draw(path: Path, memory: Memory, foretold: float, title: str) -> Path:
+def draw(path: Path, memory: Memory, predicted: float, title: str) -> Path:
     """A line for each rank, MiB beyond its first look over seconds, and what the dry run had said."""
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib.figure import Figure
@@ -69,7 +69,7 @@ def draw(path: Path, memory: Memory, foretold: float, title: str) -> Path:
     for samples in memory.samples.values():
         first = min(size for _, size in samples[:3])
         axes.plot([at for at, _ in samples], [(size - first) / 2**20 for _, size in samples], lw=0.8)
-    axes.axhline(foretold, color="black", ls="--", lw=1, label=f"dry run: {foretold:.0f} MiB")
+    axes.axhline(predicted, color="black", ls="--", lw=1, label=f"dry run: {predicted:.0f} MiB")
     axes.set(title=title, xlabel="seconds", ylabel="MiB of a rank's own", ylim=(0, None))
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
