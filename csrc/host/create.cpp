@@ -36,11 +36,15 @@ std::shared_ptr<HostCore> start(Membership membership, const Watch& watch) {
         }
       }
     }
-    work->wait();
+    try {
+      work->wait();
+    } catch (const Error&) {
+      if (lost) std::rethrow_exception(lost);  // it says more
+      throw;
+    }
   } catch (...) {
     if (!work->is_completed()) core->abort({FailureKind::aborted, -1, "given up while its ranks met"});
     core->release();
-    if (lost) std::rethrow_exception(lost);  // it says more
     throw;
   }
   return core;
