@@ -142,7 +142,7 @@ def check_elastic(config: TrainConfig, on_ranks: OnRanks) -> None:
 
 @contextlib.contextmanager
 def copies_of_a_run(config: TrainConfig, on_ranks: OnRanks) -> Iterator[StateCopies]:
-    """Room for the copies of one run, in this host's memory; where the run ends early and saves, the newest is kept.
+    """Room for the copies of one run, in this host's memory; where a run that saves is ended, the newest is kept.
 
     Raises:
         Interrupted: A signal came while there were no ranks.
@@ -155,12 +155,12 @@ def copies_of_a_run(config: TrainConfig, on_ranks: OnRanks) -> Iterator[StateCop
         copies = StateCopies(folder, config, on_ranks)
         try:
             yield copies
-        except BaseException as error:
-            if kept := copies.keep():
-                if isinstance(error, Interrupted):
-                    error.lost = kept
-                else:
-                    print(f"axo train: {kept}", flush=True)
+        except Interrupted as error:
+            error.lost = copies.keep() or error.lost
+            raise
+        except RankFailed as error:
+            if error.lost and (kept := copies.keep()):  # not of an error of the run's own, such as a loss that is none
+                print(f"axo train: {kept}", flush=True)
             raise
 
 
