@@ -135,7 +135,9 @@ def parallelize(
             raise Refused("parallelize: sequence_parallel=True in a context is not supported; leave it out")
     comms.arrange(arrangement)
     if comms.experts.size > 1:
-        others = {"zero": zero, "sequence_parallel": sequence_parallel, "offload": offload, "fp8": fp8}
+        others: dict[str, Any] = {"zero": zero, "sequence_parallel": sequence_parallel, "fp8": fp8}
+        if offload is not None and (offload.optimizer or offload.parameters or offload.activations != "none"):
+            others["offload"] = offload
         plan_experts.check(model, comms.grid, comms.experts.size, others)
     check_same_model(model, comms)
     serial = Serial(

@@ -14,10 +14,12 @@ from litgpt.model import GPT
 from torch.utils.checkpoint import checkpoint
 
 import axo
+from axo.matmul import cost
+from axo.nn.experts import spread_experts
 from axo.nn.layer import refuse_context
 from tests.gpt import LLAMA, batch
 from tests.launcher import run_ranks
-from tests.nn.support import assert_close, assert_gradients_match, mean_over_data_ranks, my_rows, once
+from tests.nn.support import assert_close, assert_counted, assert_gradients_match, mean_over_data_ranks, my_rows, once
 from tests.plans.test_litgpt_experts import CASES, compare, serial_model
 
 
@@ -49,7 +51,7 @@ def few_tokens(cases):
             loss = model(mine).logsumexp(-1).mean() * axo.token_weight(mine.numel(), comms)
             loss.backward()
             assert_gradients_match(model, serial, 1e-5, f"{grid} over {experts}")
-            chosen = [block.mlp.forward.args[1].chosen for block in model.transformer.h]
+            chosen = [mixture.chosen for mixture in spread_experts(model)]
             assert all(int(each.sum()) == 2 * mine.numel() for each in chosen)
             together = comms.experts.all_reduce(torch.stack(chosen))
             assert (together == 0).any(), "every expert had tokens"
@@ -57,6 +59,35 @@ def few_tokens(cases):
 
 def test_experts_without_tokens():
     run_ranks(few_tokens, 8, [("2x1x4x1", 4), ("1x1x2x4", 8), ("1x2x2x2", 2)], timeout=120)
+
+
+def counted(cases):
+    """What a mixture sends is what its gate, its exchange and this rank's experts say; tokens come as they like."""
+    for grid, experts, axis in cases:
+        with axo.connect(grid, experts=experts) as comms:
+            model = axo.parallelize(serial_model("olmoe"), comms, overlap=axo.Overlap(bucket_bytes=0))
+            mlp = model.transformer.h[0].mlp
+            generator = torch.Generator().manual_seed(comms.data_rank)
+            whole = torch.randn(2, 5 + comms.data_rank, LLAMA["n_embd"], generator=generator)
+            x = whole.chunk(comms.grid.y, -1)[comms.coords.y].clone().requires_grad_()
+            with axo.count_collectives() as counts:
+                mlp(x).sum().backward()
+            rows, (spread, *_) = 2 * x.shape[0] * x.shape[1], spread_experts(model)
+            chosen = comms.experts.all_reduce(spread.chosen.clone())
+            mine = chosen.view(experts, -1)[comms.experts.rank].tolist()
+            calls = [*mlp.gate.cost(rows // 2 * comms.grid.z), cost.Call("", "all_reduce", "y", rows // 2 * 8, 4, "")]
+            calls = [call for call in calls if comms.grid.size(call.axis) > 1]
+            calls += cost.experts(rows, x.shape[-1], 8, axis=axis, received=sum(mine))
+            for number, count in enumerate(mine):
+                expert = mlp.experts[len(mine) * comms.experts.rank + number]
+                for layer in (expert.fc_1, expert.fc_2, expert.proj):
+                    calls += layer.cost(count * comms.grid.z // min(experts, comms.grid.z))
+            assert_counted(counts, calls)
+
+
+def test_bytes_equal_cost():
+    cases = [("2x2x2x1", 2, "z"), ("1x1x4x2", 2, "z"), ("1x2x1x4", 4, "data"), ("1x2x2x2", 2, "z")]
+    run_ranks(counted, 8, cases, timeout=120)
 
 
 def losses_of(model, rows_of, loss_fn, clip, autocast, steps=20):

@@ -87,6 +87,12 @@ class SpreadExperts:
         returned: torch.Tensor = _Exchange.apply(outputs[back], line, received, sent, 1 / factor, *absent)
         return returned
 
+    def take_counts(self) -> list[int]:
+        """What ``chosen`` holds, which is zero from then on."""
+        counts: list[int] = self.chosen.tolist()
+        self.chosen.zero_()
+        return counts
+
     def _absent(self) -> list[nn.Module]:
         """The experts that other ranks hold."""
         return self.experts[: self._first] + self.experts[self._first + len(self._mine) :]
@@ -99,6 +105,23 @@ class SpreadExperts:
         new._mine = new.experts[self._first : self._first + len(self._mine)]
         new.chosen = self.chosen.clone()
         return new
+
+
+def spread_experts(model: nn.Module) -> list[SpreadExperts]:
+    """The mixtures of a model whose experts lie on several ranks."""
+    mixtures = (getattr(module, "spread_experts", None) for module in model.modules())
+    return [mixture for mixture in mixtures if isinstance(mixture, SpreadExperts)]
+
+
+def busiest(rows: torch.Tensor, ranks: int) -> float:
+    """Rows of the rank whose experts got the most, over the mean of ranks; mean over mixtures. 1.0: even.
+
+    Args:
+        rows: Of all ranks, for each mixture and expert, ``(mixtures, E)``.
+        ranks: Over which the experts are spread.
+    """
+    of_ranks = rows.view(len(rows), ranks, -1).sum(-1)
+    return float((of_ranks.amax(1) / of_ranks.mean(1)).mean())
 
 
 def holders_of(number: int, count: int, comms: Communicators) -> Holders | None:

@@ -85,10 +85,11 @@ def replace_mixture(mlp: Any, name: str, replacer: Replacer) -> None:
         if isinstance(layer, Linear):
             layer.matmul.products.rows_agree = False  # ranks along z send an expert other numbers of tokens
     if replacer.comms.experts.size > 1:
-        mlp.forward = partial(_forward, mlp, SpreadExperts(mlp.experts, replacer.comms, replacer.grad_reduce))
+        mlp.spread_experts = SpreadExperts(mlp.experts, replacer.comms, replacer.grad_reduce)
+        mlp.forward = partial(_forward, mlp)
 
 
-def _forward(mlp: Any, experts: SpreadExperts, x: torch.Tensor) -> torch.Tensor:
+def _forward(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     """``LLaMAMoE.forward`` with experts on other ranks: (B, T, h/Gy) -> (B, T, h/Gy)."""
     config, rows = mlp.config, x.flatten(0, 1)
     if config.n_expert_groups:
@@ -96,5 +97,5 @@ def _forward(mlp: Any, experts: SpreadExperts, x: torch.Tensor) -> torch.Tensor:
     else:
         weights, choices = torch.topk(mlp.gate(rows), config.n_expert_per_token)
         weights = weights.softmax(dim=1, dtype=torch.float).to(x.dtype)
-    output = experts(rows, weights * config.routed_scaling_factor, choices).view_as(x)
+    output = mlp.spread_experts(rows, weights * config.routed_scaling_factor, choices).view_as(x)
     return output + mlp.shared_experts(x) if config.n_shared_expert else output
