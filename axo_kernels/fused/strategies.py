@@ -27,7 +27,7 @@ from axo_kernels.fused.chunks import ChunkOrder, chunk_order
 from axo_kernels.fused.push import push
 from axo_kernels.fused.segments import SegmentedProduct, rows_of
 from axo_kernels.gemm.layout import Product, product_of
-from axo_kernels.gemm.matmul import vendor_matmul
+from axo_kernels.gemm.matmul import check_config, vendor_matmul
 from axo_kernels.gemm.tiles import Config
 
 STRATEGIES = ("serial", "split", "signal", "push")
@@ -66,6 +66,7 @@ class FusedPlan:
             raise ValueError(f"{operation}: strategy={self.strategy!r}; use one of {', '.join(STRATEGIES)}")
         if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 1:
             raise ValueError(f"{operation}: chunks={self.chunks!r}; use a whole number of at least 1")
+        check_config(operation, self.config)
         if self.strategy == "signal" and device.type != "cpu" and not devices.runs_triton(device):
             raise ValueError(
                 f"{operation}: strategy='signal' needs triton and a GPU that it serves (sm_80 or later, or AMD's), "

@@ -70,6 +70,11 @@ TARGETS = {
     )
 }
 CPU_TARGET = Target("cpu", 4, 1 << 30)
+_GROUPS = ("", "pingpong", "shared")
+_NUMBERS = (  # of a configuration: field, least
+    *((name, 1) for name in ("block_m", "block_n", "block_k", "group_m", "warps", "stages", "parts", "split_k")),
+    *((name, 0) for name in ("waves_per_eu", "nonkdim")),
+)
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,21 @@ class Config:
             f"{kind} {self.block_m}x{self.block_n}x{self.block_k} g{self.group_m} w{self.warps} s{self.stages}"
             f"{''.join(f' {extra}' for known, extra in extras if known)}"
         )
+
+    def check(self, owner: str) -> None:
+        """Refuse a field whose type or value no device has; :meth:`fits` asks one device.
+
+        Raises:
+            ValueError: The message begins with ``owner`` and names the field.
+        """
+        for name, least in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{owner}: config has {name}={value!r}; use a whole number of at least {least}")
+        for name, allowed in (("descriptors", (False, True)), ("flatten", (False, True)), ("groups", _GROUPS)):
+            value = getattr(self, name)
+            if type(value) is not type(allowed[0]) or value not in allowed:
+                raise ValueError(f"{owner}: config has {name}={value!r}; use one of {', '.join(map(repr, allowed))}")
 
     @property
     def all_warps(self) -> int:

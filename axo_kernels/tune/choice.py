@@ -80,7 +80,9 @@ def from_json(entry: dict[str, Any]) -> Choice | None:
     try:
         config = entry["config"]
         choice = Choice(**{**entry, "config": Config(**config) if config is not None else None})
-    except (TypeError, KeyError):
+        if choice.config is not None:
+            choice.config.check("tuner")
+    except (TypeError, KeyError, ValueError):
         return None
     if (
         choice.backend not in ("vendor", "triton")
@@ -89,13 +91,12 @@ def from_json(entry: dict[str, Any]) -> Choice | None:
         or not (_typed(choice) and choice.chunks)
         or (choice.backend == "vendor" and choice.config is not None)
         or (choice.strategy in ("signal", "push") and choice.config is None)
-        or (choice.config is not None and not _whole(choice.config))
     ):
         return None
     return choice
 
 
-def _typed(one: Choice | Config) -> bool:
+def _typed(one: Choice) -> bool:
     """Whether each plain field is of its kind, and no number is negative."""
     for name, kind in get_type_hints(type(one)).items():
         value = getattr(one, name)
@@ -104,11 +105,6 @@ def _typed(one: Choice | Config) -> bool:
         if kind is bool and not isinstance(value, bool):
             return False
     return True
-
-
-def _whole(config: Config) -> bool:
-    sizes = (config.block_m, config.block_n, config.block_k, config.group_m, config.warps, config.stages, config.parts)
-    return _typed(config) and all((*sizes, config.split_k)) and config.groups in ("", "pingpong", "shared")
 
 
 def usable(choice: Choice, product: Product, device: torch.device) -> bool:

@@ -1,5 +1,6 @@
 """The matrix product: kernels in the interpreter and the torch path, both against fp64."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -224,7 +225,17 @@ def check_refused():
                 matmul(a, b, out=out, config=config)
         assert (out == 7).all()
         matmul(a, b[(0,) * len(lead)].contiguous(), out=out, config=replace(POINTERS, split_k=2))  # one matrix of rows
+    wrong: list = [("split_k", value) for value in (1.5, 2.0, True, "2", None, 0, -1)]
+    wrong += [(name, 2.5) for name in ("block_m", "group_m", "warps", "stages", "parts", "waves_per_eu", "nonkdim")]
+    wrong += [("groups", "solo"), ("groups", None), ("groups", []), ("descriptors", 1), ("flatten", "no"), ("parts", 0)]
     a, b = operands("NN", 8, 8, 8, torch.float32)
+    for name, value in wrong:
+        for ready in (a, a.clone().requires_grad_()):
+            with pytest.raises(ValueError, match=f"^matmul: config has {name}={re.escape(repr(value))}; use"):
+                matmul(ready, b, config=replace(POINTERS, **{name: value}))
+    for config in ("auto", {"block_m": 32}, Config):
+        with pytest.raises(ValueError, match=r"^matmul: config=.* is no Config"):
+            matmul(a, b, config=config)
     room = torch.full((20,), 7.0)
     for out in (room[:8].expand(8, 8), room[:8].unsqueeze(1).expand(8, 8), room.as_strided((8, 8), (1, 1))):
         for backend in ("triton", "vendor"):

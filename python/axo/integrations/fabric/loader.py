@@ -21,6 +21,7 @@ import copy
 import itertools
 import pickle
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, _update_dataloader, has_iterable_dataset
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from axo.comm.connect import Communicators
 from axo.errors import Refused
@@ -107,15 +108,18 @@ class ResumableLoader(DataLoader):
         self._position.load_state_dict(state)
 
 
-def split_in_order(loader: Any, comms: Communicators) -> Any:
+def split_in_order(loader: Any, comms: Communicators, *, stand_ins: bool = False) -> Any:
     """A loader of this data rank's samples, in the order of ``loader``'s own sampler. Every rank must call it.
 
-    Batch after batch all data ranks together read what one device would read with a batch as large; where their number
-    does not divide the samples, the last batch begins again at the first ones. An iterable dataset is left as it is, as
-    Fabric leaves it.
+    Batch after batch all data ranks together read what one device would read with a batch as large (:class:`EachOnce`).
+    A batch sampler of a program's own is made anew with this rank's samples; where the data ranks do not divide them,
+    the last ones begin again at the first. An iterable dataset is left as it is, as Fabric leaves it.
     """
     if has_iterable_dataset(loader):
         return loader
+    if type(loader.batch_sampler) is BatchSampler:
+        cut = EachOnce(loader.sampler, loader.batch_size, loader.drop_last, comms, stand_ins=stand_ins)
+        return with_batches(loader, cut)
     sampler = _in_one_order(loader.sampler, comms)
     mine = DistributedSamplerWrapper(sampler, num_replicas=comms.row_parts, rank=comms.row_part, shuffle=False)
     return _update_dataloader(loader, mine)
@@ -138,13 +142,18 @@ class EachOnce:
         sampler: Of all samples. One that shuffles gets a generator that all ranks share. Every rank must call it.
         batch_size: Samples of a batch of one data rank.
         drop_last: Leave out the samples after the last full batch of all data ranks.
+        stand_ins: Keep the batches of one device: a rank that the last one leaves without a sample reads the first of
+            it again, which whoever computes with it must leave out (:meth:`stands_in`).
 
     Raises:
-        axo.Refused: There are fewer samples than data ranks.
+        axo.Refused: There are fewer samples than data ranks, and no stand-ins.
     """
 
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, comms: Communicators) -> None:
+    def __init__(
+        self, sampler: Any, batch_size: int, drop_last: bool, comms: Communicators, *, stand_ins: bool = False
+    ) -> None:
         self.sampler, self.batch_size, self.drop_last = _in_one_order(sampler, comms), batch_size, drop_last
+        self.stand_ins = stand_ins
         self.num_replicas, self.rank = comms.row_parts, comms.row_part
         self.sizes()
 
@@ -153,7 +162,7 @@ class EachOnce:
         ranks, whole = self.num_replicas, self.batch_size * self.num_replicas
         full, rest = divmod(len(self.sampler), whole)
         sizes = [whole] * full + ([rest] if rest and not self.drop_last else [])
-        if sizes and sizes[-1] < ranks:
+        if sizes and sizes[-1] < ranks and not self.stand_ins:
             if len(sizes) == 1:
                 raise Refused(
                     f"data: {rest} samples for {ranks} data ranks (z*data), which read each of them once; use a grid"
@@ -170,7 +179,13 @@ class EachOnce:
     def __iter__(self) -> Iterator[list[int]]:
         order = iter(self.sampler)
         for size in self.sizes():
-            yield list(itertools.islice(order, size))[self.rank :: self.num_replicas]
+            samples = list(itertools.islice(order, size))
+            yield samples[self.rank :: self.num_replicas] or samples[:1]
+        deque(order, 0)  # at its end torch's sampler draws once more, and the next epoch's order comes after that
+
+    def stands_in(self, number: int) -> bool:
+        """Whether this rank's batch of that number has nothing of its own."""
+        return self.stand_ins and self.sizes()[number] <= self.rank
 
 
 def with_batches(loader: Any, batches: Any) -> Any:
@@ -207,12 +222,14 @@ class SharedLoader:
     Args:
         loader: A ``torch.utils.data.DataLoader``; its sampler has been split over the data ranks.
         comms: What ``axo.connect`` returned.
+        given: Is told before each batch whether it is a stand-in (:meth:`EachOnce.stands_in`).
     """
 
-    def __init__(self, loader: Any, comms: Communicators) -> None:
+    def __init__(self, loader: Any, comms: Communicators, given: Callable[[bool], None] | None = None) -> None:
         self.__dict__.update(loader.__dict__)  # as Fabric's own wrapper does: people read .dataset, .sampler
         self._loader = loader
         self._comms = comms
+        self._given, self._skipped = given, 0
         self._peers = [axis for axis in ("x", "y") if axis not in comms.arrangement.rows and comms.grid.size(axis) > 1]
         self._reads = comms.arrangement.leads(comms.coords) and comms.stage == 0 and comms.context.rank == 0
         self._alone = not self._peers and comms.stages == 1 and comms.context.size == 1
@@ -241,6 +258,7 @@ class SharedLoader:
                 f" datasets go on with the same number only: use a grid with z*data={other}, or LocalText"
             )
         (self._loader if self._own is None else self._own).load_state_dict(state)
+        self._skipped = state.get("samples", 0) // self._each()
 
     def _each(self) -> int:
         size = self._loader.batch_size or getattr(self._loader.batch_sampler, "batch_size", 1)
@@ -248,13 +266,16 @@ class SharedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         source = self._read() if self._reads else None
-        while True:
+        first, self._skipped, batches = self._skipped, 0, getattr(self._loader, "batch_sampler", None)
+        for number in itertools.count(first):
             outcome = next(source) if source is not None else None
             kind, value = outcome if self._alone else self._share(outcome)  # type: ignore[misc]
             if kind == "end":
                 return
             if kind == "error":
                 raise value
+            if self._given is not None:
+                self._given(isinstance(batches, EachOnce) and batches.stands_in(number))
             yield value
 
     def _read(self) -> Iterator[tuple[str, Any]]:

@@ -99,7 +99,8 @@ class AxoStrategy(DDPStrategy):
         sharded: Save sharded checkpoints (sharded_checkpoint.py), not whole ones. Both are loaded.
         counts: What ``fabric.world_size``, ``all_reduce`` and ``all_gather`` count: ``"ranks"``, or ``"data"`` ranks.
         like_one_device: Start from what one device would start from: values as the model's constructors draw them, not
-            ``reset_parameters``; samples in the order of the loader's own sampler, not of a DistributedSampler.
+            ``reset_parameters``; samples in the order of the loader's own sampler, not of a DistributedSampler, each
+            once: the last batch may leave data ranks with unequal numbers (``axo.token_weight``).
         step_agreement: Has all ranks agree before each optimizer step that their losses are finite, or raises on all.
         timeout: The time limit of the rendezvous and of each operation.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: As in Fabric's own strategies.
@@ -449,7 +450,7 @@ class AxoStrategy(DDPStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         self._check_launched("setup_dataloaders")
-        if self.like_one_device:
+        if self.distributed_sampler_kwargs is None:
             dataloader = split_in_order(dataloader, self.comms)
         return SharedLoader(dataloader, self.comms)
 
