@@ -54,6 +54,7 @@ def chosen(
     for right, planned in (
         (config.algorithm == "axonn", f"axonn; with algorithm={config.algorithm}"),
         (config.context == 1, f"whole sequences; with context={config.context}"),
+        (config.experts == 1, f"experts on all data ranks; with experts={config.experts}"),
         (config.precision in _PLANNED, f"{', '.join(_PLANNED)}, not precision={config.precision!r};"),
         (
             config.offload in ("none", "optimizer"),

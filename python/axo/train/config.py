@@ -79,6 +79,7 @@ class TrainConfig:
     )
     context: int = _option(1, RANKS, "Neighbours along z that hold pieces of the same sequences.", AT_LEAST_1)
     context_kind: str = _option("ring", RANKS, "How these see each other's keys and values: ring, gather or heads.")
+    experts: int = _option(1, RANKS, "Neighbours along z, then data, that hold other experts each.", AT_LEAST_1)
     threads: int = _option(
         0, RANKS, "CPU threads of a rank; 0: its share of the cores.", Bounds("in [0, 4096]", 0, 4096)
     )

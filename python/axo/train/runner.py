@@ -141,7 +141,7 @@ def train_rank(
             problem = str(error)
     with ExitStack() as last:
         # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
-        ways = {"pipeline": config.pipeline, "context": config.context}
+        ways = {"pipeline": config.pipeline, "context": config.context, "experts": config.experts}
         with axo.connect(config.grid, device=config.device, timeout=config.timeout, **ways) as comms:
             agree(checkpoint_group(comms), problem)
             if copies is not None:
