@@ -210,14 +210,26 @@ def check_machine(config: TrainConfig, model: nn.Module) -> None:
         return
     parameters = sum(parameter.numel() for parameter in model.parameters())
     # Weights, gradients and AdamW's two moments, once over all ranks: what is replicated, and activations, come on top.
-    needed = 4 * parameters * (2 if config.precision == "bf16-true" else 4)
+    # With --elastic two copies in memory and the one that ranks write from.
+    copies = 0 if config.elastic is None else 3 * copy_bytes(config, model)
+    needed = 4 * parameters * _element(config) + copies
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
+        beside = f", with the copies of elastic={config.elastic}," if copies else ""
         raise ValueError(
             f"train: model {config.model!r} has {parameters:,} parameters, whose weights, gradients and optimizer state"
-            f" take at least {needed / 2**30:,.1f} GiB, and this machine has {memory / 2**30:,.1f} GiB; use a smaller"
-            " model, or torchrun on more machines"
+            f"{beside} take at least {needed / 2**30:,.1f} GiB, and this machine has {memory / 2**30:,.1f} GiB; use a"
+            " smaller model, or torchrun on more machines"
         )
+
+
+def copy_bytes(config: TrainConfig, model: nn.Module) -> int:
+    """Bytes of a checkpoint of ``model``: its parameters and AdamW's two moments of each."""
+    return 3 * _element(config) * sum(parameter.numel() for parameter in model.parameters())
+
+
+def _element(config: TrainConfig) -> int:
+    return 2 if config.precision == "bf16-true" else 4
 
 
 def _check_offload(config: TrainConfig, blocks: int, device: str) -> None:

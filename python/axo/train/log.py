@@ -7,7 +7,8 @@ step:   step, loss, lr, grad_norm, seconds, tokens_per_s, memory_gb (1e9 bytes; 
         mean over ranks), comm_share (time blocked / time, mean over ranks, by axis and in all), model_flops,
         hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown); with --experts
         expert_balance (rows of the rank whose experts got the most over the mean of ranks, mean over mixtures).
-recovered: after a rank's death (``--elastic``): start, noticed (monotonic clock), seconds of each part since then.
+recovered, resized: with ``--elastic``, after a rank's death, and on ranks that the run was told to have: start, noticed
+        (monotonic clock; when the ranks before had ended), seconds of each part since then.
 summary: steps, seconds, tail_loss, fused (how each product with its collective ran that could run as one, or why not).
 Units: seconds, tokens a second, flops of the whole step on all ranks. Model flops are those of
 ``axo.perf.flops.narayanan`` without recomputation, hardware flops with it where the run recomputes.
@@ -139,7 +140,8 @@ def _lines_before(path: Path, start: int) -> list[str]:
         except ValueError:  # the run was killed while it wrote
             continue
         kind, step = (entry.get("kind"), entry.get("step")) if isinstance(entry, dict) else (None, None)
-        if kind in ("header", "recovered") or (kind == "step" and isinstance(step, int | float) and step < start):
+        lasts = kind in ("header", "recovered", "resized")
+        if lasts or (kind == "step" and isinstance(step, int | float) and step < start):
             kept.append(line)
     return kept
 
