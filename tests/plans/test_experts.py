@@ -19,7 +19,15 @@ from axo.nn.experts import spread_experts
 from axo.nn.layer import refuse_context
 from tests.gpt import LLAMA, batch
 from tests.launcher import run_ranks
-from tests.nn.support import assert_close, assert_counted, assert_gradients_match, mean_over_data_ranks, my_rows, once
+from tests.nn.support import (
+    assert_close,
+    assert_counted,
+    assert_gradients_match,
+    gradients_of,
+    mean_over_data_ranks,
+    my_rows,
+    once,
+)
 from tests.plans.test_litgpt_experts import CASES, compare, serial_model
 
 
@@ -48,11 +56,13 @@ def few_tokens(cases):
             ids = [torch.arange(n).view(n, 1) * 7 + rank for rank, n in enumerate(counts)]
             serial(torch.cat(ids)).logsumexp(-1).mean().backward()
             mine = ids[comms.data_rank]
-            loss = model(mine).logsumexp(-1).mean() * axo.token_weight(mine.numel(), comms)
-            loss.backward()
+            weight = axo.token_weight(mine.numel(), comms) / 2
+            with axo.no_sync(model):
+                (model(mine).logsumexp(-1).mean() * weight).backward()
+            (model(mine).logsumexp(-1).mean() * weight).backward()
             assert_gradients_match(model, serial, 1e-5, f"{grid} over {experts}")
             chosen = [mixture.chosen for mixture in spread_experts(model)]
-            assert all(int(each.sum()) == 2 * mine.numel() for each in chosen)
+            assert all(int(each.sum()) == 2 * 2 * mine.numel() for each in chosen)
             together = comms.experts.all_reduce(torch.stack(chosen))
             assert (together == 0).any(), "every expert had tokens"
 
@@ -207,6 +217,8 @@ def refusals():
         axo.optim.Muon(axo.optim.muon_groups(model))
     with pytest.raises(axo.Refused, match=r"axo.connect\(experts=...\) is trained by a loop of your own"):
         refuse_context(model)
+    with pytest.raises(ValueError, match="a weight of an expert that some ranks hold is not a DTensor"):
+        axo.to_dtensor(model.transformer.h[0].mlp.experts[0].fc_1.weight)
     comms.close()
     comms = axo.connect("1x1x1x2", experts=2)
     with pytest.raises(axo.Refused, match="more than z=1, with zero=1 is not supported"):
@@ -218,3 +230,78 @@ def refusals():
 
 def test_refusals():
     run_ranks(refusals, 2)
+
+
+HF = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES = {
+    "Mixtral": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 8},
+    "Qwen2Moe": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+    },
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "DeepseekV3": {
+        "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "qk_nope_head_dim": 8,
+    },
+}  # fmt: skip
+
+
+def hugging_face_model(family):
+    import transformers
+
+    torch.manual_seed(1000)
+    config = getattr(transformers, f"{family}Config")(**HF, **FAMILIES[family])
+    model = getattr(transformers, f"{family}ForCausalLM")(config).train()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if name.endswith("gate.weight"):
+                tensor.normal_(std=0.5)
+    return model
+
+
+def hugging_face_losses(family, rows_of, comms=None, steps=3, recompute=False):
+    """Losses of some steps of SGD, and the gradients of the first."""
+    model, losses, gradients = hugging_face_model(family), [], None
+    if comms is not None:
+        axo.parallelize(model, comms, plan="auto")
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for step in range(steps):
+        ids = rows_of(torch.randint(61, (8, 5), generator=torch.Generator().manual_seed(step)))
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients = gradients or gradients_of(model)
+        if comms is not None and step == 0:
+            yield model
+        optimizer.step()
+    yield torch.stack(losses), gradients
+
+
+def hugging_face(cases):
+    for grid, experts, family, recompute in cases:
+        with axo.connect(grid, experts=experts) as comms:
+            what = f"{grid} over {experts}: {family}"
+            losses, gradients = once(lambda family=family: next(hugging_face_losses(family, lambda rows: rows)))
+            run = hugging_face_losses(family, partial(my_rows, comms), comms, recompute=recompute)
+            assert_gradients_match(next(run), gradients, 1e-5, what)
+            mine, _ = next(run)
+            assert_close(torch.tensor([mean_over_data_ranks(comms, each) for each in mine]), losses, 1e-4, what)
+
+
+def test_hugging_face_equals_its_own():
+    cases = [
+        ("1x1x4x2", 4, "Mixtral", False),
+        ("2x1x2x2", 4, "Qwen3Moe", True),
+        ("1x2x4x1", 2, "Qwen2Moe", False),
+        ("1x1x2x4", 8, "Olmoe", True),
+        ("1x1x8x1", 8, "DeepseekV3", False),
+    ]
+    run_ranks(hugging_face, 8, cases, timeout=240, preload=("transformers",))

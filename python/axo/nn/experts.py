@@ -26,7 +26,6 @@ from torch import nn
 
 from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
-from axo.grid import Holders
 from axo.matmul.product import refuse_create_graph
 from axo.matmul.products import compute_dtype
 
@@ -35,7 +34,7 @@ class SpreadExperts:
     """The experts of one mixture, of which each rank holds some.
 
     Args:
-        experts: All of them; the layers of each have ``holders_of`` its number as their holders.
+        experts: All of them; the layers of each are placed on its holders (``axo.plans.experts.holders``).
         comms: The communicators of the grid.
         grad_reduce: Of their layers.
 
@@ -122,11 +121,6 @@ def busiest(rows: torch.Tensor, ranks: int) -> float:
     """
     of_ranks = rows.view(len(rows), ranks, -1).sum(-1)
     return float((of_ranks.amax(1) / of_ranks.mean(1)).mean())
-
-
-def holders_of(number: int, count: int, comms: Communicators) -> Holders | None:
-    """Where expert ``number`` of ``count`` lies; None: on all ranks."""
-    return comms.expert_holders(number * comms.experts.size // count) if comms.experts.size > 1 else None
 
 
 class _Exchange(torch.autograd.Function):

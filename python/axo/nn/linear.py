@@ -153,6 +153,8 @@ class Linear(ParallelLayer, nn.Linear):
             grad_reduce=grad_reduce,
             gather_cache=gather_cache,
         )
+        if features.holders is not None:
+            self.matmul.products.rows_agree = False
         self.exchanges = (self.matmul.exchange,)
         self.shared_input: SharedInput | None = None
         self.sums_input_grad = True  # of those that share one input, the first

@@ -88,6 +88,7 @@ class Context:
         Args:
             call: Issues it; takes ``async_op``.
         """
+        axis = axis.partition("/")[0]  # an expert's holders along it are counted as the axis
         if pending:
             return TracedWork(self, call(async_op=True), tensor, op, axis, layer)
         with span(self.events, "wait", op, axis, layer):

@@ -1,7 +1,7 @@
 """Mixtures whose experts lie on several ranks (``axo.connect(grid, experts=e)``): which can, and what is refused.
 
 A mixture is a module with ``experts``, an ``nn.ModuleList`` or ``nn.ModuleDict``; the layers of expert i have
-``axo.nn.experts.holders_of(i, ...)`` as their holders. Not here: how each plan calls them.
+one of the ranks that ``holders`` says. Not here: how each plan calls them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.errors import Refused
-from axo.grid import Grid
+from axo.grid import Grid, Holders
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
@@ -21,6 +22,17 @@ def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]
         experts = getattr(module, "experts", None)
         if isinstance(experts, nn.ModuleList | nn.ModuleDict):
             yield name, module, list(experts.values() if isinstance(experts, nn.ModuleDict) else experts)
+
+
+def holders(model: nn.Module, comms: Communicators) -> dict[nn.Module, Holders]:
+    """Where the modules of each expert lie; empty where all ranks hold all of them."""
+    ranks = comms.experts.size
+    return {
+        part: comms.expert_holders(number * ranks // len(experts))
+        for _, _, experts in (mixtures(model) if ranks > 1 else ())
+        for number, expert in enumerate(experts)
+        for part in expert.modules()
+    }
 
 
 def check(model: nn.Module, grid: Grid, ranks: int, others: dict[str, Any]) -> None:

@@ -34,7 +34,6 @@ parallelism with mixtures of experts, LoRA, adapters, latent attention or Tesser
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
@@ -51,12 +50,12 @@ from axo.arrangement import AXONN, Arrangement
 from axo.errors import Refused
 from axo.grid import Grid
 from axo.nn import Features, RMSNorm
-from axo.nn.experts import holders_of
 from axo.nn.layer import ParallelLayer
 from axo.nn.linear import Linear
 from axo.nn.sequence import GatherTokens
 from axo.nn.shared_input import share_input, share_inputs
 from axo.placement import check_divides
+from axo.plans.experts import holders
 from axo.plans.heads import kv_copies
 from axo.plans.litgpt import adapters, latent
 from axo.plans.litgpt.attention import with_hidden_places
@@ -103,11 +102,12 @@ def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) 
     gpt: Any = model
     tied = _layer(gpt.lm_head).weight is gpt.transformer.wte.weight
     replacer.embedding(gpt.transformer, "wte", "transformer.wte")
+    spread = holders(model, comms)
     for parent, child, name, options in list(_linears(gpt, ranks, gather_logits)):
         if child == "lm_head" and tied:
             options["as_table"] = True
-        if (number := re.search(r"\.experts\.(\d+)\.", name)) is not None:
-            options["holders"] = holders_of(int(number[1]), gpt.config.n_expert, comms)
+        if (module := getattr(parent, child)) in spread:
+            options["holders"] = spread[module]
         _replace_linear(parent, child, name, replacer, **options)
     for parent, child, name, options in list(_norms(gpt, inner, replacer.sequence_parallel)):
         _replace_norm(parent, child, name, replacer, **options)
