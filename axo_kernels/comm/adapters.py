@@ -29,12 +29,15 @@ def uncapped() -> int:
 
     A product that waits on too many multiprocessors keeps the collective from starting, and then waits for it for ever.
     """
+    if torch.version.hip is not None:
+        return _MOST_OF_RCCL
     named = os.environ.get("NCCL_MAX_CTAS", "")
     return int(named) if named.isdecimal() and int(named) > 0 else _MOST_CHANNELS
 
 
-# NCCL's most channels of an operation on one node.
-_MOST_CHANNELS = 32
+# NCCL's most channels of an operation on one node. RCCL takes 112 by default on eight MI350, has up to 256, and
+# keeps to no limit that it is given: before 2.30.7 not at all, later not in its direct collectives of eight ranks.
+_MOST_CHANNELS, _MOST_OF_RCCL = 32, 256
 # Channels tried for an operation beside a product that leaves as many multiprocessors: few cost the product least,
 # and NVLink of an H100 wants more than four.
 CAPS = (4, 8, 16)
@@ -198,9 +201,10 @@ class DeviceAxoCommunicator(AxoCommunicator):
 
     @cached_property  # it is asked for at every fused product
     def caps(self) -> tuple[int, ...]:
-        """None where the environment says how many (NCCL then ignores an own cap), or where buffers are shared."""
+        """None where the environment says how many (NCCL then ignores an own cap), where buffers are shared, on AMD."""
         named = os.environ.get("NCCL_MAX_CTAS") or os.environ.get("NCCL_MIN_CTAS")
-        return () if named or getattr(self.communicator, "shares_buffers", False) else CAPS
+        shared = getattr(self.communicator, "shares_buffers", False)
+        return () if named or shared or torch.version.hip is not None else CAPS
 
     def capped(self, channels: int) -> FusedCommunicator:
         if channels in (0, self._channels):
@@ -218,7 +222,7 @@ class DeviceAxoCommunicator(AxoCommunicator):
         if self._window is None:
             return "adapt() was given nothing that makes windows"
         if torch.version.hip is not None:
-            return "RCCL has no gathers without a multiprocessor"
+            return "RCCL's gathers by copy engines hang in graphs (before 2.31)"
         if self.communicator.library_version < _ZERO_CTA:
             return f"NCCL {self.communicator.library_version} is older than 2.28"
         return "split_share=True" if getattr(self.communicator, "shares_buffers", False) else ""

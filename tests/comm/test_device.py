@@ -539,6 +539,10 @@ def test_a_launch_order_is_asked_for_before_the_first_communicator(monkeypatch):
         beside.setitem(dist.distributed_c10d._world.pg_backend_config, object(), "cpu:gloo,cuda:nccl")
         ask_for_launch_order()
         assert name not in os.environ
+    with monkeypatch.context() as amd:
+        amd.setattr(torch.version, "hip", "7.2")
+        ask_for_launch_order()
+        assert name not in os.environ, "RCCL would run one operation after the other"
     ask_for_launch_order()
     assert os.environ[name] == "1"
 

@@ -190,6 +190,7 @@ int record(Event& event, Stream& stream) {
   event.recorded = true;
   event.graph = stream.graph;
   event.tails = stream.tails;
+  event.stream = &stream;
   event.node = stream.graph ? nullptr : stream.last;
   return 0;
 }

@@ -53,6 +53,7 @@ struct Event {
   bool recorded = false;
   std::shared_ptr<Graph> graph;
   std::vector<int> tails;
+  const Stream* stream = nullptr;  // that recorded it
 };
 
 // Null: the default stream of the current device. Throws nothing; a dead handle gives null.

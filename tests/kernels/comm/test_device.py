@@ -104,6 +104,19 @@ def test_what_the_library_may_take_is_left_to_it(recorder, monkeypatch):
         assert comm.reserved_units == expected
 
 
+def test_rccl_keeps_to_no_cap(recorder, monkeypatch):
+    """Neither to an own one nor to the environment's; what it may take at most stays free."""
+    recorder.reserved_ctas = 0  # as the extension says there
+    monkeypatch.setattr(module.torch.version, "hip", "7.2")
+    comm = adapt(recorder)
+    assert comm.caps == () and comm.reserved_units == 256
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    assert adapt(recorder).reserved_units == 256
+    with pytest.raises(ValueError, match="channels=4: its operations cannot be capped; use 0"):
+        comm.capped(4)
+    assert recorder.log == []
+
+
 def test_a_capped_communicator_leaves_free_what_it_takes(recorder):
     """One for each cap; the record is the first one's, and so is what kernels have reported."""
     comm = adapt(recorder)
