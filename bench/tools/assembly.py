@@ -34,7 +34,7 @@ def complaints(
     wrong = []
     matrix = _MATRIX[target.arch]
     counts = {name: len(re.findall(re.escape(name), text)) for name in (matrix, *_COPIES[target.nvidia])}
-    multiplies = kernel not in ("flags", "combine", "goldfish", "sum")
+    multiplies = kernel not in ("flags", "combine", "goldfish", "sum", "keep")
     on_units = dtype != "fp32" or precision == "tf32" or not target.nvidia
     if multiplies and on_units and not counts[matrix]:
         wrong.append(f"no {matrix}")
@@ -50,7 +50,7 @@ def complaints(
             wrong.append("no invalidation after the acquire")
         if descriptors and "fence.proxy.async.global" not in text:
             wrong.append("no proxy fence between the acquire and the bulk copies")
-    if kernel in ("signal", "push", "sum") or is_flag_writer:
+    if kernel in ("signal", "push", "sum", "keep") or is_flag_writer:
         if not re.search(_RELEASE[key], text):
             wrong.append("no release at system scope")
         if not target.nvidia and not re.search(r"buffer_wbl2[^\n]*\n(?:[^\n]*\n){0,12}?[^\n]*global_atomic_swap", text):
@@ -151,11 +151,20 @@ _COPIES = {True: ("cp.async.bulk.tensor", "cp.async."), False: ("global_load", "
 #           part, and a flag for each of two copies
 #   wait    one entry less; what it reports when a wait gives up are three words. On AMD the compiler reads the epoch
 #           once for all threads and stores the three words at once, and the two reads of a flag are loads like others
+#   keep    loads the epoch and three entries of a segment; AMD's, the epoch for all threads at once
 #   combine loads the bias
 #   goldfish (axo/nn) loads 13 windows of two tokens, each of which begins anywhere, and stores two bytes; AMD's, one
 _BESIDE = {
-    True: {"signal": (8, 0), "push": (10, 0), "wait": (7, 3), "combine": (1, 0), "goldfish": (26, 1), "sum": (5, 6)},
-    False: {"signal": (7, 0), "push": (7, 0), "wait": (8, 1), "goldfish": (0, 1), "sum": (4, 2)},
+    True: {
+        "signal": (8, 0),
+        "push": (10, 0),
+        "wait": (7, 3),
+        "combine": (1, 0),
+        "goldfish": (26, 1),
+        "sum": (5, 6),
+        "keep": (4, 0),
+    },
+    False: {"signal": (7, 0), "push": (7, 0), "wait": (8, 1), "goldfish": (0, 1), "sum": (4, 2), "keep": (3, 0)},
 }
 # Orders at system scope: the flag that is raised, once a chunk; where a kernel waits, the reads of a flag before and in
 # the loop, and the report's first word.
@@ -164,7 +173,7 @@ _SYSTEM = {
     "gfx90a": r"\bbuffer_(?:wbl2|invl2)\b",
     "gfx942": r"\bbuffer_(?:wbl2|inv) sc0 sc1",
 }
-_ORDERS = {"signal": 1, "push": 1, "wait": 3, "flags": 3, "sum": 8}
+_ORDERS = {"signal": 1, "push": 1, "wait": 3, "flags": 3, "sum": 8, "keep": 1}
 _WIDE = {True: r"\.(?:v4\.b32|v2\.b64)", False: r"_dwordx[24]"}
 _LOAD = {True: r"\bld\.global(?!\.sys)[.\w]*", False: r"\b(?:global|buffer)_load_\w+"}
 _STORE = {True: r"\bst\.global[.\w]*", False: r"\b(?:global|buffer)_store_\w+"}

@@ -71,7 +71,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CUT, TOKENS = (1, 2, 4, 8), (2048, 16384)
 SMALL, DEPTHS = (16, 128, 512, 1024), (128, 1024, 4096)
 # Kernels without products; their case holds the tile of the kernel that they stand beside, or any.
-_NO_PRODUCTS = ("flags", "combine", "goldfish", "sum")
+_NO_PRODUCTS = ("flags", "combine", "goldfish", "sum", "keep")
 # Cases handed out at a time; between batches the time is looked at.
 _BATCH = 32
 # K-contiguous, M- or N-contiguous: which strides are 1 in each layout
@@ -175,6 +175,7 @@ def _of(target: Target, dtype: str, precision: str) -> Iterator[Case]:
             yield Case("accumulate", "TN", dtype, target.arch, accumulating(config))
     if dtype == "bf16":
         yield Case("combine", "", dtype, target.arch, replace(default_config(target, DTYPES[dtype], False), split_k=4))
+        yield Case("keep", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
         yield Case("sum", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
         yield Case("flags", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
         yield Case("goldfish", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
@@ -261,6 +262,8 @@ def _kernel_names(case: Case) -> tuple[str, ...]:
         return ("wait_flag_kernel", "write_flag_kernel")
     if case.kernel in ("wait", "signal", "push"):
         return ("segment_matmul_kernel",)
+    if case.kernel == "keep":
+        return ("keep_rows_kernel",)
     if case.kernel in ("combine", "goldfish", "sum"):
         return (f"{case.kernel}_kernel",)
     if case.config.groups:
@@ -288,6 +291,7 @@ def _compile(case: Case, kernel_name: str) -> Any:
     constants, types = _arguments(case, kernel_name)
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     unaligned = {"flags", "flag", "counters", "tiles", "bound", "number", "batch", "group_m", "first_flag", "scale"}
+    unaligned |= {"counted"}
     unaligned |= {"k", "ignore_index", "drop_value"}
     attributes = {
         (index,): [["tt.divisibility", 16]]
@@ -295,7 +299,7 @@ def _compile(case: Case, kernel_name: str) -> Any:
         if name in types and name not in unaligned and not types[name].startswith("tensordesc")
     }
     options = {"num_warps": 1 if case.kernel == "flags" else config.warps, "num_stages": config.stages}
-    if case.kernel in ("combine", "goldfish"):
+    if case.kernel in ("combine", "goldfish", "keep"):
         options["num_warps"] = 4
     if case.kernel == "sum":
         options["num_warps"] = 8
@@ -318,10 +322,10 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
     kind = case.dtype
     out = "fp32" if case.kernel in ("accumulate", "split") else kind
     types = dict.fromkeys(("a", "b", "bias", "gate"), f"*{kind}") | {"c": f"*{out}"}
-    types |= dict.fromkeys(("batch", "M", "N", "K", "tiles", "bound", "number", "group_m"), "i32")
+    types |= dict.fromkeys(("batch", "M", "N", "K", "tiles", "bound", "number", "group_m", "counted"), "i32")
     types |= dict.fromkeys((f"stride_{x}" for x in "ab am ak bb bk bn cb cm cs gb gm ps".split()), "i32")
     types["partial"] = "*fp32"
-    types |= dict.fromkeys(("table", "flags", "flag", "counters", "epoch_address", "status"), "*i32")
+    types |= dict.fromkeys(("table", "flags", "flag", "counters", "epoch_word", "status"), "*i32")
     if push:
         types["flags"] = "*i64"
     constants: dict[str, Any] = {"stride_cn": 1}
@@ -362,7 +366,10 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
     if case.kernel == "sum":  # of an all-reduce over two ranks
         constants |= {"PARTS": 2, "COPIES": 2, "BLOCK": 2048}
         types |= {"parts": f"*{kind}", "out": "*i64", "scale": "fp32"}
-        types |= dict.fromkeys(("elements", "block_elements", "part_stride", "slot_stride", "first_flag"), "i32")
+        types |= dict.fromkeys(("elements", "block_elements", "part_stride", "half_stride", "first_flag"), "i32")
+    if case.kernel == "keep":
+        constants["BLOCK"] = 2048
+        types |= {"packed": f"*{kind}", "kept": f"*{kind}", "columns": "i32"}
     if case.kernel == "goldfish":
         from axo.nn import goldfish
 

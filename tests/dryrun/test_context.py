@@ -105,7 +105,8 @@ def test_what_is_printed_shares_sequences_too() -> None:
     assert command.batch_of(plan, shared) == 4
     plain = replace(shared, run=shared.run._replace(recompute="none", cached_gathers=1.0))
     line = command.litgpt_line(plan, plain)
-    assert f"--context {plain.run.context} " in line and "--train.global_batch_size=4 --train.micro_batch_size=1 " in line
+    assert f"--context {plain.run.context} " in line
+    assert "--train.global_batch_size=4 --train.micro_batch_size=1 " in line
 
 
 @pytest.mark.parametrize(
