@@ -275,7 +275,8 @@ def default_config(target: Target, dtype: torch.dtype, descriptors: bool, purpos
     if not target.nvidia:
         if target.arch in ("gfx942", "gfx950") and purpose == "plain":
             return Config(256, 256, 32, warps=8, stages=2)
-        return Config(128, 128, 32, warps=4, stages=2)
+        # an MI200 waits for its operands behind one product of 16 there, with a stage more behind 8 to 14 (compiled)
+        return Config(128, 128, 32, warps=4, stages=3 if target.arch == "gfx90a" and purpose == "fused" else 2)
     if descriptors:
         if purpose == "wide":
             return Config(128, 128, 64, warps=8, stages=4, descriptors=True, parts=2)
