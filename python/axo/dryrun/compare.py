@@ -64,7 +64,7 @@ def representatives(config: TrainConfig) -> dict[int, int]:
     """
     check(config)
     grid = config.grid
-    comms = recording(grid, 0)
+    comms = recording(grid, 0, context=config.context)
     model, _ = loop.build_stages(replace(config, pipeline=1), comms)
     kinds: dict[tuple[object, ...], Placement] = {}
     for module in model.modules():

@@ -58,7 +58,7 @@ def command_line(plan: GridPlan, candidate: Candidate) -> str:
     """Return the command of one candidate; of one that is left out, or that only the planner knows, an empty text."""
     asked, run, model, stages = plan.request, candidate.run, plan.request.workload, candidate.stages
     alone = candidate.algorithm == "axonn" and not model.trained_as
-    if candidate.time is None or not (model.trained_as or alone):
+    if candidate.time is None or not (model.trained_as or alone) or (alone and run.context > 1):
         return ""
     overlap = ",".join(name for name in OVERLAPS if name in run.overlap) or "none"
     pieces = run.micro_batches if stages is None and run.micro_batches > 1 else 0
@@ -78,7 +78,7 @@ def command_line(plan: GridPlan, candidate: Candidate) -> str:
         "--grid": candidate.grid, "--device": "cuda", "--data": "DATA", "--steps": steps_of(plan),
         "--batch-size": batch_of(plan, candidate), "--seq-len": model.seq_length, **_parallel(candidate),
         "--accumulate": pieces, "--recompute": run.recompute != "none", **_saves_memory(run), "--zero": run.zero,
-        "--chunked-loss": run.chunked_loss,
+        "--chunked-loss": run.chunked_loss, "--context": run.context if run.context > 1 else 0,
         "--precision": asked.precision if asked.precision != "bf16-mixed" else "",
         "--gather-cache": gather_cache(model, run.cached_gathers), **options,
     }  # fmt: skip
@@ -96,6 +96,7 @@ def litgpt_line(plan: GridPlan, candidate: Candidate) -> str:
         "sequence parallelism": run.sequence_parallel,
         "groups of Muon": run.optimizer == "muon",
         "loss in chunks": run.chunked_loss,
+        "context": run.context > 1,
         "dropped weights": grid.z > 1 and run.cached_gathers < 1,
         "a length beyond the model's": _longer(model),
         "overlaps that are off": len(run.overlap) < len(OVERLAPS),

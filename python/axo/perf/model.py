@@ -114,7 +114,7 @@ class _Overlay:
 
     def __init__(self, run: RunOptions, network: Network) -> None:
         self.run = run
-        self.shared = [network.shared["z"] and network.shared[axis] for axis in "xy"]  # who shares the NICs with z
+        self.shared = [network.shared["z"] and network.shared[axis] for axis in "xyz"]  # who shares the NICs with z
         self.compute = self.reduced = self.reduces = 0.0
         self.exposed, self.sent = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
         self.path = 0.0  # backward: products and blocking collectives, the time in which z may hide
@@ -130,7 +130,7 @@ class _Overlay:
         self.compute += times * (cost.forward + backward)
         self.reduced, self.reduces = self.reduced + times * cost.reduced, self.reduces + times * cost.reduces
         self._forward(one, times)
-        for axis, of in enumerate((cost.x, cost.y)):
+        for axis, of in enumerate((cost.x, cost.y, cost.z)):
             shows = of.shown if "oar" in run.overlap else of.reduce
             waits = again * of.again + of.blocking
             backward += waits + shows
@@ -149,7 +149,10 @@ class _Overlay:
             self.exposed[2] += times * one.all.gather
             return
         # The first gather stands behind what was before this block once, then behind the end of its own last repeat.
-        segments = [(gather, path, x * self.shared[0] + y * self.shared[1]) for gather, path, x, y in one.segments]
+        segments = [
+            (gather, path, x * self.shared[0] + y * self.shared[1] + z * self.shared[2])
+            for gather, path, x, y, z in one.segments
+        ]
         (first, _, _), (_, path, nics) = segments[0], segments[-1]
         before = self.ahead or (0.0, 0.0)
         self.exposed[2] += max(0.0, first + before[1] - before[0])

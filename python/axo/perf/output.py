@@ -95,6 +95,7 @@ def plan_json(plan: GridPlan, *, gpu_hour: float = 0.0) -> dict[str, Any]:
         "watts": on.watts,
         "optimizer": asked.optimizer,
         "chunked_loss": asked.chunked_loss,
+        "context": asked.context,
         "gpu_hour": gpu_hour,
         "hardware_flops_a_step": plan.step_flops(),
         "ranked": [candidate_json(plan, candidate) for candidate in plan.ranked],

@@ -151,12 +151,13 @@ class GridPlan:
     def forced(self) -> str:
         """Say what the batch leaves no choice about; empty where it forces nothing."""
         gpus, sequences = self.request.gpus, self.request.sequences
-        if gpus <= sequences:
+        if gpus <= sequences or self.request.context != 1:
             return ""
         what = "x*y" if self.request.pipeline == (1,) else "x*y times the stages"
         return (
             f"the batch has {sequences} sequences for {gpus} GPUs, so {what} must be at least {-(-gpus // sequences)};"
-            f" a batch of {gpus * self.request.workload.seq_length:,} tokens would leave the choice"
+            f" a batch of {gpus * self.request.workload.seq_length:,} tokens would leave the choice, and so does"
+            " --context 0, which cuts sequences"
         )
 
     def decision(self) -> str:
@@ -269,10 +270,11 @@ def consider(
         tried: The ways that are tried; None: all of the request.
         algorithm: One of ``ALGORITHMS``.
     """
-    costs, asked = costs or request.costs(), request.run_options(algorithm=algorithm)
+    costs, context = costs or request.costs(), request.context_of(grid)
+    asked = request.run_options(algorithm=algorithm, context=context or 1)
     none = Candidate(grid, asked, stages=Stages(stages, request.schedules[0], (0, 0)) if stages > 1 else None)
     reason = request.impossible(grid, algorithm)
-    sizes = reason or _sizes(request, asked.held_as(grid), stages)
+    sizes = reason or _sizes(request, asked.held_as(grid), stages, context)
     if isinstance(sizes, str):
         return replace(none, reason=sizes)
     if stages > 1 and not (state := _state(request, grid, stages)).fits(request.machine):
@@ -405,12 +407,12 @@ def _state(request: Request, grid: Grid, ranks: int) -> Memory:
     return Memory(each, 0.0, moments, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def _sizes(request: Request, grid: Grid, stages: int) -> list[tuple[int, int]] | str:
+def _sizes(request: Request, grid: Grid, stages: int, context: int) -> list[tuple[int, int]] | str:
     """The numbers of micro-batches to try, each with the rows of one data-parallel group; or why there are none.
 
     1, 2, 4, ... down to one sequence a rank, or the number that is asked for; of stages those of the fewest sequences.
     """
-    data, asked = grid.z * grid.data, request.micro_batches
+    data, asked = grid.z * grid.data // context, request.micro_batches
     if stages == 1:
         mine = -(-request.sequences // data)
         counts = [max(1, min(asked, mine))]
@@ -427,7 +429,7 @@ def _sizes(request: Request, grid: Grid, stages: int) -> list[tuple[int, int]] |
             return f"micro_batches={asked} do not divide the {mine} sequences of a rank"
         every = (mine // size for size in range(1, mine // least + 1) if mine % size == 0)
         counts = [asked] if asked else list(itertools.islice(every, SIZES_TRIED))
-    return [(pieces, -(-mine // pieces) * grid.z * request.workload.seq_length) for pieces in counts]
+    return [(pieces, -(-mine // pieces) * (grid.z // context) * request.workload.seq_length) for pieces in counts]
 
 
 def _shapes(

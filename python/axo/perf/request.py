@@ -14,6 +14,7 @@ from axo.arrangement import ARRANGEMENTS
 from axo.grid import Grid
 from axo.perf import pipeline_schedule as schedules
 from axo.perf.layer_time import Costs
+from axo.perf.layers import AttentionKind
 from axo.perf.machine import Machine
 from axo.perf.run_options import OPTIMIZERS, OVERLAPS, PRECISIONS, RECOMPUTATION, RunOptions
 from axo.perf.workload import Workload
@@ -57,6 +58,7 @@ class Request:
             searched.
         pipeline: Numbers of stages (ranks of a pipeline) that are tried; (1,): none.
         schedules: Of stages.
+        context: Neighbours along z that hold pieces of the same sequences; 0: as few as the batch needs on each grid.
         overlap, zero, recompute, offload, sequence_parallel, optimizer, chunked_loss: See ``RunOptions``.
     """
 
@@ -79,6 +81,7 @@ class Request:
     sequence_parallel: bool = False
     optimizer: str = "adamw"
     chunked_loss: bool = False
+    context: int = 1
 
     def __post_init__(self) -> None:
         for wrong in self._mistakes():
@@ -106,6 +109,12 @@ class Request:
             )
         if self.sequence_parallel and self.chunked_loss:
             yield "a head whose loss comes in chunks takes no split tokens; leave sequence_parallel or chunked_loss out"
+        if not _is_count(self.context, 0):
+            yield f"context={self.context!r} is not a count of ranks; use 0 for as few as the batch needs"
+        if self.context != 1 and (self.sequence_parallel or "tesseract" in self.algorithms):
+            yield "sequences over ranks go with axonn and whole tokens alone; leave context or the other out"
+        if self.context != 1 and any(isinstance(layer, AttentionKind) and layer.scores for _, layer in model.layers):
+            yield f"{model.name} caps the scores of attention, which the planner does not know over several ranks"
         if self.batch_tokens < length:
             yield f"a batch of {self.batch_tokens} tokens is less than one sequence of {length}"
         for name, (known, verb) in _WORDS.items():
@@ -133,7 +142,10 @@ class Request:
 
     def impossible(self, grid: Grid, algorithm: str = "axonn") -> str:
         """Say what stands against a grid; empty where nothing does."""
-        workload, parts = self.workload, ARRANGEMENTS[algorithm].row_parts(grid)
+        workload, context = self.workload, self.context_of(grid)
+        if not context:
+            return f"context={self.context} does not divide z={grid.z}"
+        parts = ARRANGEMENTS[algorithm].row_parts(grid) // context
         if parts > self.sequences:
             rows = "z*data" if algorithm == "axonn" else "z*data*x"
             return f"{rows}={parts} is more than the {self.sequences} sequences of the batch"
@@ -147,6 +159,16 @@ class Request:
                 return f"the planner knows no convolutions with Tesseract ({strange})"
         return workload.misfit(grid)
 
+    def context_of(self, grid: Grid) -> int:
+        """Neighbours along z that share sequences on ``grid``, of which z is a multiple; 0: what was asked for is none.
+
+        Where nothing is asked for: as few as leave each of their groups a sequence, else all.
+        """
+        if self.context:
+            return self.context if grid.z % self.context == 0 else 0
+        fewest = -(-grid.z * grid.data // self.sequences)
+        return next((count for count in range(fewest, grid.z) if grid.z % count == 0), grid.z)
+
     def ways(self, grid: Grid, algorithm: str = "axonn") -> list[RunOptions]:
         """Return the ways to run a grid that are tried, those whose optimizer's step is slower last.
 
@@ -156,16 +178,17 @@ class Request:
         if algorithm == "tesseract":
             full = "none" if self.recompute == "none" else "full"
             return [self.run_options(algorithm=algorithm, recompute=full, zero=0)]
+        context = self.context_of(grid)
         if not self.search:
-            return [self.run_options()]
-        splits = self.workload.splits_tokens and grid.x > 1 and self.workload.seq_length % grid.x == 0
+            return [self.run_options(context=context)]
+        splits = context == 1 and self.workload.splits_tokens and grid.x > 1 and self.workload.seq_length % grid.x == 0
         every = itertools.product(
             (True,) if self.offload else (False, True) if self.optimizer == "adamw" else (False,),
             (True,) if self.sequence_parallel else (False, True) if splits else (False,),
             RECOMPUTATION,
             (0,) if grid.data == 1 else (0, 2),
         )
-        return [self.run_options(recompute=how, zero=zero, offload=offload, sequence_parallel=split)
+        return [self.run_options(recompute=how, zero=zero, offload=offload, sequence_parallel=split, context=context)
                 for offload, split, how, zero in every if zero or not offload or grid.data == 1]  # fmt: skip
 
     def run_options(self, **changes: Any) -> RunOptions:

@@ -256,7 +256,8 @@ def check_kernel(dtype):
         for x in (draw(rows, columns), draw(columns, rows).T, draw(2 * rows, 3 * columns)[::2, ::3]):
             x = (1e-3 * x).to(dtype).contiguous() if x.is_contiguous() else (1e-3 * x).to(dtype)
             small = 1e-41 if dtype == torch.float32 else 2e-38  # the interpreter takes bf16's subnormal numbers for 0
-            for bad in (None, 0.0, small, float("inf"), float("nan")):
+            # The interpreter takes a second for each large tensor: of several tiles whole numbers and one kind of bad ones.
+            for bad in (None, 0.0, small, float("inf"), float("nan")) if rows < 70 else (None, float("nan")):
                 if bad is not None:
                     x = x.clone(memory_format=torch.preserve_format)
                     x[rows // 2] = bad

@@ -64,11 +64,12 @@ def passed(matrix, workers=2):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_sample_of_the_matrix():
-    """bf16, default configurations: the forward layout of every kernel, one target of each vendor."""
+    """bf16, default configurations: the forward layout of every kernel for one vendor, of plain products for both."""
     matrix = [
         case
         for case in cases(dtypes=["bf16"], targets=["sm_90", "gfx942"])
-        if case.layout not in ("NN", "TN") or (case.layout == "TN" and case.kernel == "accumulate")
+        if (case.layout not in ("NN", "TN") or (case.layout == "TN" and case.kernel == "accumulate"))
+        and (case.target == "sm_90" or case.kernel == "matmul")
     ]
     outcomes = passed(matrix, workers=1)  # each imports torch and Triton anew
     assert {case.target for case in matrix} == {"sm_90", "gfx942"}

@@ -34,6 +34,7 @@ parallelism with mixtures of experts, LoRA, adapters, latent attention or Tesser
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
@@ -50,6 +51,7 @@ from axo.arrangement import AXONN, Arrangement
 from axo.errors import Refused
 from axo.grid import Grid
 from axo.nn import Features, RMSNorm
+from axo.nn.experts import holders_of
 from axo.nn.layer import ParallelLayer
 from axo.nn.linear import Linear
 from axo.nn.sequence import GatherTokens
@@ -104,6 +106,8 @@ def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) 
     for parent, child, name, options in list(_linears(gpt, ranks, gather_logits)):
         if child == "lm_head" and tied:
             options["as_table"] = True
+        if (number := re.search(r"\.experts\.(\d+)\.", name)) is not None:
+            options["holders"] = holders_of(int(number[1]), gpt.config.n_expert, comms)
         _replace_linear(parent, child, name, replacer, **options)
     for parent, child, name, options in list(_norms(gpt, inner, replacer.sequence_parallel)):
         _replace_norm(parent, child, name, replacer, **options)
