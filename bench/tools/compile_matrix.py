@@ -5,9 +5,10 @@
     ... --out FILE --seconds 500                    stop after that time; the same command again goes on from there
     ... --out FILE --table docs/compiled.md         a page of registers, shared memory and programs a multiprocessor
 
-Checked for each: the matrix instructions (mma.sync, wgmma, tcgen05.mma, v_mfma), shared memory within the device's
-limit and within what tiles.py promised, programs a multiprocessor as promised, asynchronous copies, 16-byte accesses,
-in defaults no register spilled, and on Hopper (16 bits) a product in flight while the next is issued; for waiting
+Checked for each: the matrix instructions (mma.sync, wgmma, tcgen05.mma, v_mfma; of AMD's those of the full rate alone),
+shared memory within the device's limit and within what tiles.py promised, programs a multiprocessor as promised,
+asynchronous copies, 16-byte accesses, in defaults no register spilled and no scratch, on Hopper (16 bits) a product in
+flight while the next is issued, on AMD products while the next step's operands are under way; for waiting
 kernels a spin loop that has survived and reads with acquire at system scope; for signalling kernels one release at
 system scope; for the kernel in Gluon what assembly.grouped_complaints says. The divisibility hints are those that the
 JIT derives from aligned tensors; without them one looks at another kernel.
@@ -63,7 +64,15 @@ from axo_kernels.gemm.tiles import (
 from axo_kernels.tune.model_shapes import MODELS, layers
 from bench.lib.arguments import Parser
 from bench.lib.table import read_rows
-from bench.tools.assembly import complaints, grouped_complaints, instructions, left_in_flight, loop_bodies
+from bench.tools.assembly import (
+    complaints,
+    grouped_complaints,
+    instructions,
+    left_in_flight,
+    loop_bodies,
+    matrix_tiles,
+    under_way,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The shapes of --all. Of the papers' layers: ranks along x and y, tokens of a rank; of small products: rows and
@@ -97,7 +106,8 @@ class Case:
 @dataclass
 class Outcome:
     """What came of it; ``wrong`` is empty when all checks passed. ``loop``: instructions of a warp in a step of K of
-    wgmma's products."""
+    wgmma's products. ``tiles``: those of the matrix instructions. ``under_way``: on AMD, products between the loads of
+    a step and the wait for them."""
 
     name: str
     seconds: float
@@ -106,6 +116,8 @@ class Outcome:
     spilled: int = -1
     occupancy: int = -1
     loop: int = 0
+    under_way: int = 0
+    tiles: str = ""
     instructions: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
@@ -218,7 +230,12 @@ def compile_case(case: Case) -> Outcome:
         outcome.instructions.update(counts)
         outcome.wrong += wrong
         outcome.registers, outcome.spilled = _resources(kernel, target)
+        outcome.tiles = " ".join(matrix_tiles(text))
         default = case in _defaults() and not plain
+        if not target.nvidia and not plain:
+            outcome.under_way = under_way(text)
+            if default and not outcome.under_way:
+                outcome.wrong.append("each step waits for its operands before it multiplies")
         if case.target == "sm_90" and case.dtype != "fp32" and (case.config.descriptors or default):
             sass = disassembled(kernel)
             outcome.loop = max((instructions(body) for body in loop_bodies(sass) if "HGMMA" in body), default=0)
@@ -398,11 +415,13 @@ def _shown(kernel: Any, tool: str, *options: str) -> str:
 
 
 def _resources(kernel: Any, target: Target) -> tuple[int, int]:
-    """Registers a thread, and bytes (NVIDIA) or registers (AMD) spilled; -1 where it cannot be read."""
+    """Registers a thread, and bytes (NVIDIA) or registers (AMD) spilled; -1 where it cannot be read. What else lies in
+    AMD's scratch memory counts as spilled."""
     if not target.nvidia:
-        text = kernel.asm["amdgcn"]
-        found = [re.search(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count")]
-        return tuple(int(match.group(1)) if match else -1 for match in found)  # type: ignore[return-value]
+        names = ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
+        matches = [re.search(rf"\.{name}:\s+(\d+)", kernel.asm["amdgcn"]) for name in names]
+        registers, spilled, scratch = (int(match.group(1)) if match else -1 for match in matches)
+        return registers, max(spilled, scratch // 4)
     shown = _shown(kernel, "cuobjdump", "--dump-resource-usage")
     found = [re.search(rf"{name}:(\d+)", shown) for name in ("REG", "STACK")]
     return tuple(int(match.group(1)) if match else -1 for match in found)  # type: ignore[return-value]
@@ -488,19 +507,22 @@ def page(matrix: list[Case], found: dict[str, dict[str, Any]]) -> str:
     for (arch, kernel, dtype, config), lines in rows.items():
         most = {name: max(line[name] for line in lines) for name in ("registers", "spilled", "shared")}
         text += f"| {arch} | {kernel} | {dtype} | {config} | {most['registers']} | {most['spilled']} "
-        text += f"| {most['shared'] / 1024:.1f} | {min(line['occupancy'] for line in lines)} |\n"
+        text += f"| {most['shared'] / 1024:.1f} | {min(line['occupancy'] for line in lines)} "
+        text += f"| {' '.join(sorted({line['tiles'] for line in lines}))} "
+        text += f"| {min(line['under_way'] for line in lines) or ''} |\n"
     return text
 
 
 _PAGE = """# What the compiler made of the kernels
 
-For readers who tune tiles: all defaults, compiled for five GPUs without one. Registers are a thread's, spilled
+For readers who tune tiles: all defaults, compiled for six GPUs without one. Registers are a thread's, spilled
 bytes a thread's (registers on AMD), shared memory a program's in KiB; programs are those that one multiprocessor holds
-at once. fp16 is as bf16, but for up to 24 registers on AMD and 4 on NVIDIA. Written by
+at once. Then the tile (m, n, k) of the matrix instruction, and on AMD how many of these a wave issues while the next
+step's operands are under way. fp16 is as bf16, but for up to 24 registers on AMD and 4 on NVIDIA. Written by
 `make compile-defaults ARGS="--out bench/results/compile_matrix_defaults.jsonl --table docs/compiled.md"`.
 
-| GPU | kernel | dtype | configuration | registers | spilled | shared KiB | programs |
-|---|---|---|---|---|---|---|---|
+| GPU | kernel | dtype | configuration | registers | spilled | shared KiB | programs | instruction | under way |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
