@@ -14,8 +14,9 @@ from typing import Any, Protocol, Self, cast
 import torch
 import torch.distributed as dist
 
-from axo_kernels.comm.communicator import FusedCommunicator, PeerMemory, Pending
+from axo_kernels.comm.communicator import FusedCommunicator, Pending
 from axo_kernels.comm.host_stream import DONE
+from axo_kernels.comm.peers import PeerMemory
 from axo_kernels.fused.workspace import Workspace
 
 # torch 2.13 renamed these two; the old names still work there, with a warning.
@@ -46,16 +47,6 @@ CAPS = (4, 8, 16)
 _ZERO_CTA = 22800
 
 
-def symmetric_memory(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> PeerMemory:
-    """Bytes of zeros on each rank that all GPUs of a group map: torch's symmetric memory. Collective."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    mine = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, group.group_name).zero_()
-    torch.cuda.synchronize(device)  # zeros before any peer writes
-    handle: Any = _SymmetricMemory.rendezvous(mine, group.group_name)
-    return PeerMemory(mine, tuple(handle.buffer_ptrs), handle)
-
-
 def _issued(work: object) -> Pending:
     """What torch gives for a pending operation; None, for a rank outside the group, cannot happen here."""
     assert work is not None
@@ -69,6 +60,7 @@ class ProcessGroupCommunicator(FusedCommunicator):
         group = group if group is not None else dist.group.WORLD
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
         self.group = group
+        self.store = partial(dist.distributed_c10d._get_process_group_store, cast(dist.ProcessGroup, group))
 
     def _all_reduce(self, tensor: torch.Tensor) -> Pending:
         return _issued(dist.all_reduce(tensor, group=self.group, async_op=True))
@@ -78,10 +70,6 @@ class ProcessGroupCommunicator(FusedCommunicator):
 
     def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
         return _issued(_reduce_scatter(out, tensor, group=self.group, async_op=True))
-
-    def peer_memory(self, nbytes: int, device: torch.device) -> PeerMemory:
-        assert self.group is not None
-        return symmetric_memory(nbytes, device, self.group)
 
     @property
     def reserved_units(self) -> int:
@@ -181,13 +169,14 @@ class DeviceAxoCommunicator(AxoCommunicator):
         op: str = "sum",
         channels: int = 0,
         window: Window | None = None,
-        group: Callable[[], dist.ProcessGroup] | None = None,
+        store: Callable[[], dist.Store] | None = None,
     ) -> None:
         super().__init__(communicator, timeout, op)
         self._channels = channels
         self._window = window
-        self._group = group
+        self.store = store
         self._windowed: DeviceAxoCommunicator | None = None
+        self._takes_none = False  # its gathers, of multiprocessors
         self._capped: dict[int, DeviceAxoCommunicator] = {}
         self._works: list[Pending] = []
         self._by_driver = torch.version.hip is None
@@ -196,7 +185,15 @@ class DeviceAxoCommunicator(AxoCommunicator):
     def reserved_units(self) -> int:
         """What operations take at most: its own cap (:meth:`capped`) beside what the communicators of this rank are
         capped at together (``DeviceOptions(max_ctas=...)``)."""
+        if self._takes_none:
+            return self.held_units
         return self._channels + self.held_units or uncapped()
+
+    def flag_units(self, workspace: Workspace) -> int:
+        return int(self._takes_none and not self._flags_by_driver(workspace))
+
+    def _flags_by_driver(self, workspace: Workspace) -> bool:
+        return self._by_driver and not workspace.epoch.captured
 
     @property
     def held_units(self) -> int:
@@ -237,18 +234,14 @@ class DeviceAxoCommunicator(AxoCommunicator):
             assert self._window is not None
             twin = DeviceAxoCommunicator(self.communicator.capped(0), self.timeout, self.op)
             twin.ran, twin.empty = self.ran, partial(self._window, twin.communicator)
+            twin._takes_none = self.on_one_host()  # copy engines do not reach further
             self._windowed = twin
         return self._windowed
 
-    def peer_memory(self, nbytes: int, device: torch.device) -> PeerMemory:
-        if self._group is None:
-            raise ValueError("adapt() was given no process group, by which torch shares memory")
-        return symmetric_memory(nbytes, device, self._group())
-
     def poll(self) -> None:
         super().poll()
-        for made in self._capped.values():
-            made.poll()
+        for other in (*self._capped.values(), *([self._windowed] if self._windowed else [])):
+            other.poll()
 
     def fork(self, device: torch.device) -> None:
         assert not self._forked, "fork() twice without join()"
@@ -279,14 +272,19 @@ class DeviceAxoCommunicator(AxoCommunicator):
         return work
 
     def wait_flag(self, workspace: Workspace, number: int) -> None:
-        if not (self._forked and self._by_driver and workspace.count is not None):
+        if not (self._forked and self._flags_by_driver(workspace)):
             return super().wait_flag(workspace, number)
-        self.communicator.wait_flag(workspace.flags[number:], workspace.count)
+        self.communicator.wait_flag(workspace.flags[number:], workspace.epoch.counted)
 
     def write_flag(self, workspace: Workspace, number: int) -> None:
-        if not (self._forked and self._by_driver and workspace.count is not None):
+        if not (self._forked and self._flags_by_driver(workspace)):
             return super().write_flag(workspace, number)
-        self.communicator.write_flag(workspace.flags[number:], workspace.count)
+        self.communicator.write_flag(workspace.flags[number:], workspace.epoch.counted)
+
+    def keep(self, workspace: Workspace, packed: torch.Tensor, kept: torch.Tensor) -> None:
+        if self._takes_none and self._flags_by_driver(workspace):
+            self.write_flag(workspace, workspace.order.chunks - 1)  # a kernel would wait for the product, that for it
+        super().keep(workspace, packed, kept)
 
     def _device_stream(self) -> Any:
         return torch.cuda.ExternalStream(self.communicator.stream, self.communicator.device)
@@ -319,7 +317,7 @@ def adapt(
     op: str = "sum",
     *,
     window: Window | None = None,
-    group: Callable[[], dist.ProcessGroup] | None = None,
+    store: Callable[[], dist.Store] | None = None,
 ) -> FusedCommunicator:
     """Wrap a communicator once, and keep the result: it holds the workspaces and the record of what ran.
 
@@ -330,8 +328,8 @@ def adapt(
         op: What the reduce-scatters of an axo.Communicator do, ``"sum"`` or ``"avg"``.
         window: Of an axo.Communicator on GPUs: makes a tensor of a shape, dtype and device that is a window of the
             communicator, collectively. Gathers in windows take no multiprocessor.
-        group: The same ranks as a process group, made when first wanted, by which torch shares their memory:
-            for ``strategy="push"``.
+        store: Of an axo.Communicator on GPUs: gives a store that its ranks have in common, by which torch shares their
+            memory, for ``strategy="push"``. A process group brings its own.
 
     Raises:
         ValueError: The object is none of these.
@@ -355,5 +353,5 @@ def adapt(
         )
     if hasattr(communicator, "wait_flag"):
         device = cast("DeviceCollectives", communicator)
-        return DeviceAxoCommunicator(device, timeout, op, window=window, group=group)
+        return DeviceAxoCommunicator(device, timeout, op, window=window, store=store)
     return AxoCommunicator(communicator, timeout, op)

@@ -127,9 +127,10 @@ def matmul(
         config: Tile configuration of the Triton kernel; None takes the default one.
 
     Raises:
-        ValueError: Operands, layout, epilogue or sizes do not fit together; the message says what would.
+        ValueError: Operands, layout, epilogue, configuration or sizes do not fit together; the message says what would.
     """
-    if backend is None and out is None and bias is None and activation is None and a.device.type == "cpu":
+    plain = backend is None and out is None and bias is None and activation is None and config is None
+    if plain and a.device.type == "cpu":
         if not accumulate and out_dtype is None and gate is None and not devices.interpreted():
             return _plain_vendor(a, b, layout)
     if out is None:
@@ -137,6 +138,7 @@ def matmul(
     product = product_of(a, b, layout)
     if backend not in BACKENDS:
         raise ValueError(f"matmul: backend={backend!r}; use one of {', '.join(map(repr, BACKENDS))}")
+    check_config("matmul", config)
     epilogue = Epilogue(out, bias, activation, accumulate, out_dtype, gate)
     epilogue.check(product, a, b)
     triton_runs = devices.runs_triton(a.device)
@@ -158,6 +160,18 @@ def matmul(
         result: torch.Tensor = _Matmul.apply(rows, b, bias, layout, config)
         return result if rows is a else result.view(*lead, product.n)
     return triton_matmul(a, b, product, epilogue, config)[0]
+
+
+def check_config(owner: str, config: Any) -> None:
+    """Refuse what is no configuration, or has a field that no device could take; ``owner`` begins the message.
+
+    Raises:
+        ValueError: The message says which.
+    """
+    if config is not None and not isinstance(config, Config):
+        raise ValueError(f"{owner}: config={config!r} is no Config (axo_kernels.gemm.tiles); leave it out, or give one")
+    if config is not None:
+        config.check(owner)
 
 
 def _plain_vendor(a: torch.Tensor, b: torch.Tensor, layout: str) -> torch.Tensor:

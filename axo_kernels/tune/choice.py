@@ -80,7 +80,9 @@ def from_json(entry: dict[str, Any]) -> Choice | None:
     try:
         config = entry["config"]
         choice = Choice(**{**entry, "config": Config(**config) if config is not None else None})
-    except (TypeError, KeyError):
+        if choice.config is not None:
+            choice.config.check("tuner")
+    except (TypeError, KeyError, ValueError):
         return None
     if (
         choice.backend not in ("vendor", "triton")
@@ -89,13 +91,12 @@ def from_json(entry: dict[str, Any]) -> Choice | None:
         or not (_typed(choice) and choice.chunks)
         or (choice.backend == "vendor" and choice.config is not None)
         or (choice.strategy in ("signal", "push") and choice.config is None)
-        or (choice.config is not None and not _whole(choice.config))
     ):
         return None
     return choice
 
 
-def _typed(one: Choice | Config) -> bool:
+def _typed(one: Choice) -> bool:
     """Whether each plain field is of its kind, and no number is negative."""
     for name, kind in get_type_hints(type(one)).items():
         value = getattr(one, name)
@@ -104,11 +105,6 @@ def _typed(one: Choice | Config) -> bool:
         if kind is bool and not isinstance(value, bool):
             return False
     return True
-
-
-def _whole(config: Config) -> bool:
-    sizes = (config.block_m, config.block_n, config.block_k, config.group_m, config.warps, config.stages, config.parts)
-    return _typed(config) and all((*sizes, config.split_k)) and config.groups in ("", "pingpong", "shared")
 
 
 def usable(choice: Choice, product: Product, device: torch.device) -> bool:
@@ -157,7 +153,7 @@ def fused_choices(
 ) -> list[Choice]:
     """Candidates for a fused operation: torch's own, then the collective; what ``choose`` gives for the plain product,
     serial and in chunks, of a gather also in windows; with a few tiles ``signal``, with the collectives at every one of
-    the communicator's ``caps``, and ``push`` of a sum; but for what is ``missing`` (:func:`not_tried`).
+    the communicator's ``caps`` or in windows, and ``push`` of a sum; but for what is ``missing`` (:func:`not_tried`).
 
     Chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out, as on a GPU that has no
     more multiprocessors than it leaves to the communication). In fp8 torch's product is all there is: serial and in
@@ -192,6 +188,8 @@ def fused_choices(
             if "push" not in missing:
                 choices.append(replace(signal, strategy="push"))
             choices += [replace(signal, chunks=chunks, channels=cap) for chunks in counts for cap in fit]
+            if "windows" not in missing:
+                choices += [replace(signal, chunks=chunks, windows=True) for chunks in counts]
     return choices
 
 

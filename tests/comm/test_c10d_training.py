@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, quantization_hooks
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -147,6 +147,44 @@ def hooks_of_ddp(backend):
             optimizer.step()
         weights.append([p.detach().clone() for p in model.parameters()])
     return weights
+
+
+def hooks_that_quantize():
+    """Each bucket's mean of what the ranks' eight bits stand for. Over Gloo these hooks hang."""
+    dist.init_process_group("axo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def rounded(buffer, channels):
+        rows = nn.functional.pad(buffer, (0, 512 - len(buffer) % 512)).view(-1, 512) if channels else buffer[None]
+        low, high = rows.amin(1).clamp(max=0), rows.amax(1).clamp(min=0)
+        scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)[:, None]
+        zero = (-(low[:, None] / scale).round()).clamp(0, 255).int()
+        return (((rows / scale).round() + zero).clamp(0, 255) - zero).mul(scale).flatten()[: len(buffer)]
+
+    for hook in (quantization_hooks.quantization_pertensor_hook, quantization_hooks.quantization_perchannel_hook):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 40), nn.GELU(), nn.Linear(40, 8))
+        model = nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.004)
+        given, means = [], []
+
+        def noted(group, bucket, hook=hook, given=given, means=means):
+            given.append(bucket.buffer().clone())
+            return hook(group, bucket).then(lambda future: means.append(future.value()) or means[-1])
+
+        model.register_comm_hook(dist.group.WORLD, noted)
+        for step in range(3):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+            model(x).square().mean().backward()
+        assert len(given) == len(means) > 4
+        for mine, mean in zip(given, means, strict=True):
+            parts = [torch.zeros_like(mine) for _ in range(world)]
+            dist.all_gather(parts, mine)
+            expected = sum(rounded(part, "channel" in hook.__name__) for part in parts) / world
+            torch.testing.assert_close(mean, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_hooks_of_ddp_that_quantize():
+    run_ranks(hooks_that_quantize, 2)
 
 
 def test_hooks_of_ddp_train_as_over_gloo():

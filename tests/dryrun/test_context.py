@@ -103,7 +103,10 @@ def test_what_is_printed_shares_sequences_too() -> None:
     line = command.command_line(plan, shared)
     assert f"--context {shared.run.context} " in line and f"--batch-size {command.batch_of(plan, shared)} " in line
     assert command.batch_of(plan, shared) == 4
-    assert "context" in command.litgpt_line(plan, shared)
+    plain = replace(shared, run=shared.run._replace(recompute="none", cached_gathers=1.0))
+    line = command.litgpt_line(plan, plain)
+    assert f"--context {plain.run.context} " in line
+    assert "--train.global_batch_size=4 --train.micro_batch_size=1 " in line
 
 
 @pytest.mark.parametrize(

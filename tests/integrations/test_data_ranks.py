@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,6 +197,63 @@ def test_lightnings_metrics_gathers_and_counters_are_those_of_one_device(grid):
         values_of_all = union([values[name] for values, _ in ranks], grid)
         assert values_of_all == pytest.approx(sorted(expected[name]), rel=1e-5), name
     assert distance(ranks[0][0]["weights"], expected["weights"]) < 1e-5
+
+
+@pytest.mark.parametrize(("count", "batch", "drop"), [(9, 1, False), (9, 2, False), (9, 2, True), (8, 2, False)])
+@pytest.mark.parametrize("stand_ins", [False, True])
+def test_each_epoch_has_the_order_of_one_device(count, batch, drop, stand_ins):
+    """Of a generator that the program gave, from which torch's sampler draws once more at its end."""
+    from axo.integrations.fabric.loader import split_in_order
+
+    def loader(size):
+        order = torch.Generator().manual_seed(42)
+        return DataLoader(torch.arange(count), size, shuffle=True, generator=order, drop_last=drop)
+
+    alone, places = loader(2 * batch), [SimpleNamespace(data_ranks=2, data_rank=rank) for rank in range(2)]
+    parts = [split_in_order(loader(batch), place, stand_ins=stand_ins) for place in places]
+    for _ in range(3):
+        whole, (one, other) = [each.tolist() for each in alone], [[each.tolist() for each in part] for part in parts]
+        if stand_ins:
+            lines = zip(one, other, whole, strict=True)
+            for number, (a, b, expected) in enumerate(lines):
+                b = [] if parts[1].batch_sampler.stands_in(number) else b
+                assert sorted(a + b) == sorted(expected) and not parts[0].batch_sampler.stands_in(number)
+        else:
+            rows = [row for a, b in zip(one, other, strict=True) for row in itertools.zip_longest(a, b)]
+            order = [x for row in rows for x in row if x is not None]
+            assert order == list(itertools.chain.from_iterable(whole))
+
+
+def mean_of_unequal_tokens():
+    """LitGPT's loss in pretraining, of data that leaves tokens out: the mean over data ranks against that of all."""
+    import litgpt.pretrain
+    from litgpt.utils import chunked_cross_entropy
+
+    from axo.integrations.data_ranks import reduce
+    from axo.integrations.litgpt.options import Options
+    from axo.integrations.litgpt.patches import LitGPTRun
+
+    comms = axo.connect("1x1x2x1")
+    logits = torch.randn(2, 6, 10, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    targets = torch.arange(12).view(2, 6) % 10
+    targets[1, 2:] = -100
+    run = LitGPTRun(litgpt.pretrain, Options(grid=axo.Grid.parse("1x1x2x1")))
+    run.strategy = SimpleNamespace(comms=comms, stands_in=False)
+    mine = slice(comms.data_rank, comms.data_rank + 1)
+    loss = run.chunked_cross_entropy(chunked_cross_entropy, logits[mine], targets[mine])
+    (grad,) = torch.autograd.grad(loss, logits)
+    whole = chunked_cross_entropy(logits, targets)
+    (expected,) = torch.autograd.grad(whole, logits)
+    torch.testing.assert_close(reduce(loss.detach(), comms, "mean"), whole.detach())
+    torch.testing.assert_close(reduce(grad, comms, "mean"), expected)
+    run.strategy.stands_in = comms.data_rank == 1  # its row is another's
+    loss = run.chunked_cross_entropy(chunked_cross_entropy, logits[mine], targets[mine])
+    alone = chunked_cross_entropy(logits[:1], targets[:1])
+    torch.testing.assert_close(reduce(loss.detach(), comms, "mean"), alone.detach())
+
+
+def test_litgpts_means_are_over_all_tokens():
+    run_ranks(mean_of_unequal_tokens, 2, preload=("litgpt.pretrain",))
 
 
 class CutByRank(IterableDataset):

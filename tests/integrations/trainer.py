@@ -19,6 +19,8 @@ TEXT = "".join(f"line {i}: {i * i} lazy dogs jump over {i} quick brown foxes\n" 
 STEPS = 10
 # What a test asks of Axo, not of LitGPT.
 ASKED = (
+    "context",
+    "context_kind",
     "goldfish",
     "sharded",
     "vocab_loss",
@@ -139,7 +141,8 @@ def pretrain(folder, out, options, grid=None):
 def finetune(folder, out, grid=None, method="full", options=None):
     """The losses that one rank of ``litgpt finetune_*`` saw: two samples of unequal length an optimizer step, together.
 
-    Without a grid: stock litgpt on one device. An example is generated after steps 8 and 16.
+    Without a grid: stock litgpt on one device. An example is generated after steps 8 and 16. Among the options:
+    ``held_back``, the share of samples to validate with; ``accumulate``, micro-batches of a step.
     """
     module = importlib.import_module(f"litgpt.finetune.{method}")
     from litgpt.args import EvalArgs, TrainArgs
@@ -157,6 +160,7 @@ def finetune(folder, out, grid=None, method="full", options=None):
     data_ranks = _data_ranks(grid, options)
     rate, base = options.pop("lr", 4e-4), folder / options.pop("base", "base")
     max_time = options.pop("max_time", None)
+    held_back, accumulate = options.pop("held_back", 0.1), options.pop("accumulate", 1)
     asked = {key: options.pop(key) for key in ASKED if key in options}
     # What litgpt writes beside its checkpoint, and reads when it merges adapters.
     sys.argv = ["litgpt", f"finetune_{method}", str(base), *(f"--{k}={v}" for k, v in options.items())]
@@ -167,9 +171,9 @@ def finetune(folder, out, grid=None, method="full", options=None):
             out_dir=folder / out,
             precision="32-true",
             devices=data_ranks,
-            data=JSON(folder / "samples.json", val_split_fraction=0.1, num_workers=0),
+            data=JSON(folder / "samples.json", val_split_fraction=held_back, num_workers=0),
             train=TrainArgs(
-                global_batch_size=2,
+                global_batch_size=2 * accumulate,
                 micro_batch_size=2 // data_ranks,
                 epochs=5,
                 max_steps=20,
@@ -177,7 +181,7 @@ def finetune(folder, out, grid=None, method="full", options=None):
                 save_interval=None,
                 max_time=max_time,
             ),
-            eval=EvalArgs(interval=8, max_iters=2, max_new_tokens=4, final_validation=False),
+            eval=EvalArgs(interval=8, max_iters=2 if accumulate == 1 else 99, max_new_tokens=4, final_validation=False),
             optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": rate}},
             **options,
         )
@@ -216,7 +220,8 @@ def masked_loss(k, h):
 
 
 def _data_ranks(grid, options):
-    return arrangement_of("test", options.get("algorithm", "axonn")).row_parts(Grid.parse(grid or "1x1x1x1"))
+    parts = arrangement_of("test", options.get("algorithm", "axonn")).row_parts(Grid.parse(grid or "1x1x1x1"))
+    return parts // options.get("context", 1)
 
 
 def _run(start, name, grid, **asked):

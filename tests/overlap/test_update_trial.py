@@ -134,6 +134,37 @@ class G(Base):
         return update * (p.norm() / update.norm())
 
 
+class ClipsBefore(torch.optim.AdamW):
+    """Clips by the norm of all gradients, and then hands over: a closure, which nobody must give, would undo that."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.5)
+        return super().step(closure)
+
+
+class Perturbs(Base):
+    """SAM: gradients where the weights would be after a step of one length. Without a closure it is SGD."""
+
+    def step(self, closure: Any = None) -> Any:
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        length = sum(float(p.grad.square().sum()) for p in held) ** 0.5
+        ways = [p.grad * (0.05 / length) for p in held]
+        if closure is not None:
+            [p.data.add_(way) for p, way in zip(held, ways, strict=True)]
+            closure()
+            [p.data.sub_(way) for p, way in zip(held, ways, strict=True)]
+        return super().step()
+
+
+class Asks(D):
+    """Its default stands for no closure, which it wants."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise RuntimeError("give a closure")
+        return super().step(closure)
+
+
 class H(Base):
     """Elementwise: Lion, with an option that is no group's, and state of construction."""
 
@@ -180,7 +211,9 @@ def parameters(*splits: tuple[tuple[str, ...], ...], grid: str = "2x2x2x1", shap
 ROWS = ((("x", "z"), ()), (("x",),))
 
 
-@pytest.mark.parametrize("make", [A, B, D, E, F, G, torch.optim.Adafactor, torch.optim.LBFGS])
+@pytest.mark.parametrize(
+    "make", [A, B, D, E, F, G, ClipsBefore, Perturbs, Asks, torch.optim.Adafactor, torch.optim.LBFGS]
+)
 def test_an_update_that_looks_further_than_an_element_is_seen(make: Any) -> None:
     assert try_update(make(parameters(*ROWS), lr=1e-2)).share > 0.01
     renamed = type("Adam", (make,), {})

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import axo
 from axo import checkpoint
 from axo.grid import Grid
+from axo.optim.scaler import GradScaler
 from axo.pipeline import SCHEDULES
 from axo.train import TrainConfig, models, runner
 from axo.train.check import check, open_batches
@@ -60,6 +63,48 @@ def test_losses_equal_serial(text: str, grid: str, schedule: str, options: dict[
     assert found == pytest.approx(expected, abs=1e-4) and len(found) == config.steps
     header = json.loads((Path(config.out) / "log.jsonl").read_text().splitlines()[0])
     assert (header["ranks"], header["pipeline"]) == (config.ranks, 2)
+
+
+class Scaler(torch.amp.GradScaler):
+    """Begins far above what fp16 takes, backs off by 2^-11, and grows after three good steps; ``scales``: its way."""
+
+    scales: list[float]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        way = {"init_scale": 2.0**36, "backoff_factor": 2.0**-11, "growth_interval": 3}
+        super().__init__(*args, **(options | way))
+        type(self).scales = []
+
+    def update(self, *args: Any) -> None:
+        super().update(*args)
+        self.scales.append(self.get_scale())
+
+
+def losses_and_scales(config: TrainConfig, serial: bool) -> tuple[list[float], list[float]]:
+    if serial:
+        torch.amp.GradScaler = Scaler  # type: ignore[misc]
+        return list(train_serial(config, open_batches(config))), Scaler.scales
+    of_grid = type("OfGrid", (Scaler, GradScaler), {})
+    axo.GradScaler = of_grid  # type: ignore[misc]
+    return losses_of(config), of_grid.scales
+
+
+@pytest.mark.parametrize(
+    ("grid", "schedule", "zero"),
+    [("1x1x1x2", "zbv", 2), *(pytest.param("1x1x2x1", name, 0, marks=pytest.mark.soak) for name in SCHEDULES)],
+)
+def test_the_scale_grows_and_backs_off_on_all_stages_as_on_one_device(
+    text: str, grid: str, schedule: str, zero: int
+) -> None:
+    """Oracle: torch's scaler in the serial run; two steps overflow, and are left out on every rank."""
+    config = staged(
+        text, grid=Grid.parse(grid), pipeline=2, schedule=schedule, zero=zero, steps=8, precision="16-mixed", lr=3e-4
+    )
+    (expected, scales), *_ = run_ranks(losses_and_scales, 1, config, True)
+    assert [math.log2(scale) for scale in scales] == [25, 14, 14, 14, 15, 15, 15, 16]
+    ranks = run_ranks(losses_and_scales, config.ranks, config, False, timeout=120)
+    assert [scales for _, scales in ranks] == [scales] * config.ranks
+    assert ranks[0][0] == pytest.approx(expected, abs=1e-4)
 
 
 def all_losses(configs: list[TrainConfig]) -> list[list[float]]:

@@ -141,13 +141,13 @@ def test_a_number_of_ranks_that_cannot_be_is_told(
 ) -> None:
     config = small(text, grid=Grid(2, 1, 2, 1), elastic="2:4", out=str(tmp_path / "out"))
     copies = elastic.StateCopies(str(tmp_path), config, partial(elastic.nearest, config))
-    assert elastic.told_run(config, copies) is None
+    assert elastic.requested_run(config, copies) is None
     (tmp_path / "out").mkdir()
     (file := tmp_path / "out" / "ranks").touch()
-    assert elastic.told_run(config, copies) is None
+    assert elastic.requested_run(config, copies) is None
     assert file.exists() and not capsys.readouterr().out  # it is being written
     file.write_text(told)
-    assert elastic.told_run(config, copies) is None
+    assert elastic.requested_run(config, copies) is None
     assert message in capsys.readouterr().out and not file.exists()
 
 
@@ -190,7 +190,7 @@ def test_a_run_whose_grid_is_the_planners_has_the_planners_grid_on_fewer_ranks(t
     config = TrainConfig(model="pythia-1b", batch_size=64, seq_len=512, elastic="2:8", out=str(tmp_path))
     on_ranks = partial(auto.planned, config, "perlmutter", given)
     copies = elastic.StateCopies(str(tmp_path), on_ranks(8), on_ranks)
-    smaller, _ = elastic.after_a_death(copies.asked, copies, RankFailed("rank 1 was killed", rank=1, lost=True))
+    smaller, _ = elastic.after_a_death(copies.original, copies, RankFailed("rank 1 was killed", rank=1, lost=True))
     assert smaller.ranks < 8 and smaller == auto.chosen(config, None, smaller.ranks, "perlmutter", given)[0]
 
 
@@ -213,7 +213,7 @@ def test_a_death_below_the_least_number_of_ranks_ends_the_run(text: str, tmp_pat
 def test_what_elastic_cannot_be(text: str, options: dict[str, Any], message: str) -> None:
     config = small(text, grid=Grid(2, 1, 2, 1), **options)
     with pytest.raises(ValueError, match=message):
-        elastic.check_elastic(config, partial(elastic.nearest, config))
+        elastic.check(config, partial(elastic.nearest, config))
 
 
 def test_memory_for_the_copies_is_checked_alone_and_beside_the_ranks_own(text: str, monkeypatch: Any) -> None:
@@ -221,10 +221,10 @@ def test_memory_for_the_copies_is_checked_alone_and_beside_the_ranks_own(text: s
     model = check_grid(config)[1]
     own, state = 16 * sum(each.numel() for each in model.parameters()), copy_bytes(config, model)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 2 * state))
-    elastic.check_elastic(config, partial(elastic.nearest, config))
+    elastic.check(config, partial(elastic.nearest, config))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 2 * state - 1))
     with pytest.raises(ValueError, match=r"two copies of the run's state take .* GiB, and /dev/shm has"):
-        elastic.check_elastic(config, partial(elastic.nearest, config))
+        elastic.check(config, partial(elastic.nearest, config))
     memory = {"SC_PHYS_PAGES": own + 3 * state, "SC_PAGE_SIZE": 1}
     monkeypatch.setattr(os, "sysconf", memory.get)
     check_machine(config, model)

@@ -19,7 +19,7 @@ KEPT = ("nothing", "products")
 OPTIMIZERS = ("adamw", "muon")
 PRECISIONS = ("bf16-mixed", "32-true", "bf16-true", "16-mixed")
 LOG_NAME, PLOT_NAME, CHECKPOINTS = "log.jsonl", "loss.png", "checkpoints"  # in the run's folder
-TOLD_NAME = "ranks"  # there, with --elastic: how many the run is to have
+RANKS_NAME = "ranks"  # there, with --elastic: how many the run is to have
 MODEL, RANKS, DATA, OPTIMIZER, OUTPUT = "Model", "Ranks", "Data", "Optimizer", "Output"
 
 

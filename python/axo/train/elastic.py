@@ -34,11 +34,11 @@ from axo.checkpoint.folder import latest, number_of, run_of
 from axo.grid import AXES, Grid
 from axo.launch import Interrupted, RankFailed, Termination, handled, own_folder
 from axo.train.check import check_grid, copy_bytes
-from axo.train.config import CHECKPOINTS, TOLD_NAME, TrainConfig
+from axo.train.config import CHECKPOINTS, RANKS_NAME, TrainConfig
 
 OnRanks = Callable[[int], TrainConfig]
 _MEMORY = "/dev/shm"
-_MOST_TOLD = 64  # bytes
+_MOST_REQUEST = 64  # bytes
 
 
 @dataclass
@@ -47,7 +47,7 @@ class StateCopies:
 
     Attributes:
         folder: On tmpfs.
-        asked: The run as it was begun, on MAX ranks.
+        original: The run as it was begun, on MAX ranks.
         on_ranks: Gives it on so many ranks, or raises ValueError: ``nearest``, or the planner.
         event: Why its ranks were started: "" at first; "recovered", "resized" as in the log.
         noticed: When the ranks before these had ended, by the monotonic clock; None: there were none.
@@ -56,7 +56,7 @@ class StateCopies:
     """
 
     folder: str
-    asked: TrainConfig
+    original: TrainConfig
     on_ranks: OnRanks
     event: str = ""
     noticed: float | None = None
@@ -76,9 +76,9 @@ class StateCopies:
     def newest(self) -> Path | None:
         """The newest copy, or a checkpoint of the run that is newer."""
         copy = latest(self.folder)
-        if copy is None or not self.asked.saves:
+        if copy is None or not self.original.saves:
             return copy
-        saved = latest(Path(self.asked.out, CHECKPOINTS), run=run_of(copy))
+        saved = latest(Path(self.original.out, CHECKPOINTS), run=run_of(copy))
         return copy if saved is None or number_of(saved) <= number_of(copy) else saved
 
     def keep(self) -> str:
@@ -86,11 +86,11 @@ class StateCopies:
 
         The ranks have ended.
         """
-        copy, newest = latest(self.folder), self.newest()
-        marker = None if copy is None or not self.asked.saves else folders.read_marker(copy)
-        final = Path(self.asked.out, CHECKPOINTS, newest.name if newest else "").absolute()
-        if copy is None or newest != copy or marker is None or marker.metadata is None or final.exists():
+        copy = self.newest()
+        marker = None if copy is None or copy.parent != Path(self.folder) else folders.read_marker(copy)
+        if copy is None or marker is None or marker.metadata is None or not self.original.saves:
             return ""
+        final = Path(self.original.out, CHECKPOINTS, folders.name_of(marker.step)).absolute()
         try:
             part = folders.UnfinishedCheckpoint(final, marker.run)
             try:
@@ -100,7 +100,7 @@ class StateCopies:
                 part.commit(marker.step, marker.metadata)
             finally:
                 part.close()
-            folders.prune(final, self.asked.keep, marker.run)
+            folders.prune(final, self.original.keep, marker.run)
         except (OSError, ValueError) as error:
             return f"the newest copy, of step {marker.step}, cannot be kept ({error})"
         return f"the newest copy is kept as {final}, of step {marker.step}"
@@ -112,7 +112,7 @@ class StateCopies:
         return self._killed > before
 
 
-def check_elastic(config: TrainConfig, on_ranks: OnRanks) -> None:
+def check(config: TrainConfig, on_ranks: OnRanks) -> None:
     """Check what ``--elastic`` asks for.
 
     Raises:
@@ -171,7 +171,7 @@ def after_a_death(config: TrainConfig, copies: StateCopies, error: RankFailed) -
         RankFailed: There is no smaller grid, or memory was short before.
     """
     copies.begin("recovered")
-    why, smaller = str(error), _fitting(copies.asked, copies.on_ranks, config.ranks - 1)
+    why, smaller = str(error), _fitting(copies.original, copies.on_ranks, config.ranks - 1)
     if copies.short_of_memory():
         why += "; memory was short, and the system has killed a process"
         if copies.shortages > 1:
@@ -181,25 +181,25 @@ def after_a_death(config: TrainConfig, copies: StateCopies, error: RankFailed) -
     return _from_newest(smaller, copies), why
 
 
-def after_a_change(told: TrainConfig, copies: StateCopies) -> tuple[TrainConfig, str]:
+def after_a_request(request: TrainConfig, copies: StateCopies) -> tuple[TrainConfig, str]:
     """The run that goes on on the ranks that it was told to have, and why."""
     copies.begin("resized")
-    return _from_newest(told, copies), f"{Path(told.out, TOLD_NAME)} said so"
+    return _from_newest(request, copies), f"{Path(request.out, RANKS_NAME)} said so"
 
 
-def told_run(config: TrainConfig, copies: StateCopies) -> TrainConfig | None:
+def requested_run(config: TrainConfig, copies: StateCopies) -> TrainConfig | None:
     """The run on as many ranks as OUT/ranks says, which is removed; None: it goes on as it is."""
-    path, (least, most) = Path(config.out, TOLD_NAME), _bounds(config)
+    path, (least, most) = Path(config.out, RANKS_NAME), _bounds(config)
     try:
-        text = files.read_text(path, _MOST_TOLD).strip()
+        text = files.read_text(path, _MOST_REQUEST).strip()
         if not text:  # it is being written
             return None
         path.unlink()
         if not text.isdecimal() or not least <= int(text) <= most:
             raise ValueError(f"{path} says {files.shown(text)}, which is no number of ranks from {least} to {most}")
-        told = _fitting(copies.asked, copies.on_ranks, int(text))
-        if not isinstance(told, str) and told.ranks != config.ranks:
-            return told
+        request = _fitting(copies.original, copies.on_ranks, int(text))
+        if not isinstance(request, str) and request.ranks != config.ranks:
+            return request
         why = f"{path} says {text}, and no other grid of {least} to {text} ranks fits"
     except FileNotFoundError:
         return None
@@ -220,26 +220,26 @@ def _bounds(config: TrainConfig) -> tuple[int, int]:
     return int(least), int(most)
 
 
-def nearest(asked: TrainConfig, ranks: int) -> TrainConfig:
+def nearest(original: TrainConfig, ranks: int) -> TrainConfig:
     """The run on so many ranks, on the grid that is nearest to its own and that it fits on.
 
     Raises:
         ValueError: It fits on none; says why not on the last one.
     """
-    problem = ValueError(f"{ranks} ranks do not divide over pipeline={asked.pipeline} stages")
-    grids = [] if ranks % asked.pipeline else Grid.all(ranks // asked.pipeline)
-    for grid in sorted(grids, key=lambda grid: _distance(asked.grid, grid)):
+    problem = ValueError(f"{ranks} ranks do not divide over pipeline={original.pipeline} stages")
+    grids = [] if ranks % original.pipeline else Grid.all(ranks // original.pipeline)
+    for grid in sorted(grids, key=lambda grid: _distance(original.grid, grid)):
         try:
-            check_grid(run := replace(asked, grid=grid))
+            check_grid(run := replace(original, grid=grid))
             return run
         except ValueError as error:
             problem = error
     raise problem
 
 
-def _fitting(asked: TrainConfig, on_ranks: OnRanks, most: int) -> TrainConfig | str:
+def _fitting(original: TrainConfig, on_ranks: OnRanks, most: int) -> TrainConfig | str:
     """The run on the most ranks, from ``most`` down to MIN, on which it fits; else why it fits on none."""
-    least = _bounds(asked)[0]
+    least = _bounds(original)[0]
     why = f"there are {most + 1} ranks, and MIN is {least}"
     for ranks in range(most, least - 1, -1):
         try:

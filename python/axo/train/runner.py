@@ -30,19 +30,10 @@ from axo.grid import check_ranks
 from axo.launch import Rank, RankFailed, Termination, launch_local, set_threads
 from axo.matmul.products import products_of
 from axo.offload import OffloadedAdamW
-from axo.train import data
+from axo.train import data, elastic
 from axo.train.check import check
 from axo.train.config import CHECKPOINTS, LOG_NAME, PLOT_NAME, TrainConfig
-from axo.train.elastic import (
-    OnRanks,
-    StateCopies,
-    after_a_change,
-    after_a_death,
-    check_elastic,
-    copies_of_a_run,
-    nearest,
-    told_run,
-)
+from axo.train.elastic import StateCopies
 from axo.train.log import Display, TrainLog, draw
 from axo.train.loop import Step, Trainer
 from axo.train.serial import Parity, compare, train_serial
@@ -87,7 +78,7 @@ class Outcome:
         return math.log(self.vocabulary) - self.tail_loss
 
 
-def run(config: TrainConfig, on_ranks: OnRanks | None = None) -> Outcome | None:
+def run(config: TrainConfig, on_ranks: elastic.OnRanks | None = None) -> Outcome | None:
     """Train: on new local ranks, or as the rank that torchrun made of this process. None on ranks other than 0.
 
     Args:
@@ -104,19 +95,19 @@ def run(config: TrainConfig, on_ranks: OnRanks | None = None) -> Outcome | None:
     launch = partial(launch_local, train_rank, fork=config.device.startswith("cpu"), terminate=config.saves)
     if config.elastic is None:
         return launch(config.ranks, config, batches)
-    on_ranks = on_ranks or partial(nearest, config)
-    check_elastic(config, on_ranks)
-    with copies_of_a_run(config, on_ranks) as copies:
+    on_ranks = on_ranks or partial(elastic.nearest, config)
+    elastic.check(config, on_ranks)
+    with elastic.copies_of_a_run(config, on_ranks) as copies:
         while True:
             try:
                 outcome = launch(config.ranks, config, batches, copies)
                 if outcome.next is None:
                     return outcome
-                config, why = after_a_change(outcome.next, copies)
+                config, why = elastic.after_a_request(outcome.next, copies)
             except RankFailed as error:
                 if not error.lost:
                     raise
-                config, why = after_a_death(config, copies, error)
+                config, why = elastic.after_a_death(config, copies, error)
             print(f"axo train: {why}; goes on with {config.ranks} ranks on grid {config.shown}", flush=True)
 
 
@@ -393,12 +384,13 @@ class Checkpoints:
         """Begin a copy; where the run is told to have other ranks, complete it, for these to end."""
         comms = self._trainer.comms
         if comms.everyone.rank == 0:
-            self.next = told_run(self._config, copies)
+            self.next = elastic.requested_run(self._config, copies)
         self._await_copy()
-        told = share(checkpoint_group(comms), self.next is not None)[0]
+        requested = share(checkpoint_group(comms), self.next is not None)[0]
         self._copy(losses)
-        self.resizes = told and self._await_copy()
-        if told and not self.resizes:
+        self.resizes = requested and self._await_copy()
+        if self.next is not None and not self.resizes:
+            print(f"axo train: without a copy the run goes on with {self._config.ranks} ranks", flush=True)
             self.next = None
 
     def _copy(self, losses: list[float]) -> None:

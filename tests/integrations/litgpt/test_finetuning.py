@@ -9,7 +9,7 @@ from litgpt.prompts import save_prompt_style
 
 from axo.arrangement import arrangement_of
 from axo.grid import Grid
-from tests.integrations.support import distance
+from tests.integrations.support import csv_values, distance
 from tests.integrations.trainer import finetune, generate, ranks_of, write_base
 from tests.launcher import run_ranks
 
@@ -62,6 +62,25 @@ def test_finetuning_a_mixture_of_experts_equals_stock_litgpt(base, method):
     assert len(stock) == 20 and stock[-1] < stock[0] - 0.3
     mine = losses_on(base, f"experts-{method}", "2x1x2x1", method, options)
     assert mine == pytest.approx(stock, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "grid"), [("full", "1x1x2x1"), pytest.param("lora", "2x1x1x2", marks=pytest.mark.soak)]
+)
+def test_rows_that_data_ranks_do_not_divide_are_read_as_by_one_device(base, method, grid):
+    """51 rows to train with and 9 to validate with, two micro-batches a step, over the end of the first epoch. Losses
+    to 1e-4, those of validation too; tokens of all data ranks, and weights to 1e-6."""
+    options = {"held_back": 0.15, "accumulate": 2, **(LORA if method == "lora" else {})}
+    runs = [f"stock-odd-{method}", f"odd-{method}"]
+    stock = run_ranks(finetune, 1, base, runs[0], None, method, options)[0]
+    assert len(stock) == 40
+    assert losses_on(base, runs[1], grid, method, options) == pytest.approx(stock, abs=1e-4)
+    expected, mine = (csv_values(next((base / out).glob("logs/csv/*/metrics.csv"))) for out in runs)
+    assert len(expected["val_loss"]) == 2 and expected["epoch"][40] == 1
+    for name in ("loss", "val_loss", "total_tokens", "epoch"):
+        assert mine[name] == pytest.approx(expected[name], abs=1e-4), name
+    weights = [torch.load(base / out / "final" / "lit_model.pth") for out in runs]
+    assert distance(*(state.get("model", state) for state in weights)) < 1e-6
 
 
 @pytest.fixture(scope="session")

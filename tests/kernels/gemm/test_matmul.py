@@ -1,5 +1,6 @@
 """The matrix product: kernels in the interpreter and the torch path, both against fp64."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -204,14 +205,20 @@ def first_tiles(programs, xcds):
 
 
 def test_neighbours_in_the_order_of_tiles_are_on_one_xcd(interpreter):
-    for programs, xcds in ((304, 8), (37, 8), (5, 8), (9, 1)):
+    for programs, xcds in ((304, 8), (256, 8), (228, 6), (37, 8), (5, 8), (9, 1)):
         found = interpreter.run(first_tiles, programs, xcds)
         assert sorted(found) == list(range(programs))
         for xcd in range(min(xcds, programs)):  # AMD deals programs out one by one
             mine = found[xcd::xcds]
             assert mine == list(range(mine[0], mine[0] + len(mine))), (programs, xcds, mine)
-    assert {arch: target.xcds for arch, target in TARGETS.items()} == dict.fromkeys(TARGETS, 1) | {"gfx942": 8}
-    assert Target("gfx942", 38, 65_536).xcds == 1, "a part of an MI300 that is one XCD"
+    eight = dict.fromkeys(("gfx942", "gfx950"), 8)
+    assert {arch: target.xcds for arch, target in TARGETS.items()} == dict.fromkeys(TARGETS, 1) | eight
+    # MI300A and its thirds, halves and parts of an MI300X, MI308X, a part of an MI355X; some units masked
+    for arch, units, xcds in (
+        *(("gfx942", 228, 6), ("gfx942", 76, 2), ("gfx942", 152, 4), ("gfx942", 38, 1), ("gfx942", 80, 4)),
+        *(("gfx950", 128, 4), ("gfx950", 32, 1), ("gfx942", 300, 1), ("gfx942", 303, 1), ("gfx90a", 104, 1)),
+    ):
+        assert Target(arch, units, 65_536).xcds == xcds, (arch, units)
 
 
 def check_refused():
@@ -224,7 +231,17 @@ def check_refused():
                 matmul(a, b, out=out, config=config)
         assert (out == 7).all()
         matmul(a, b[(0,) * len(lead)].contiguous(), out=out, config=replace(POINTERS, split_k=2))  # one matrix of rows
+    wrong: list = [("split_k", value) for value in (1.5, 2.0, True, "2", None, 0, -1)]
+    wrong += [(name, 2.5) for name in ("block_m", "group_m", "warps", "stages", "parts", "waves_per_eu", "nonkdim")]
+    wrong += [("groups", "solo"), ("groups", None), ("groups", []), ("descriptors", 1), ("flatten", "no"), ("parts", 0)]
     a, b = operands("NN", 8, 8, 8, torch.float32)
+    for name, value in wrong:
+        for ready in (a, a.clone().requires_grad_()):
+            with pytest.raises(ValueError, match=f"^matmul: config has {name}={re.escape(repr(value))}; use"):
+                matmul(ready, b, config=replace(POINTERS, **{name: value}))
+    for config in ("auto", {"block_m": 32}, Config):
+        with pytest.raises(ValueError, match=r"^matmul: config=.* is no Config"):
+            matmul(a, b, config=config)
     room = torch.full((20,), 7.0)
     for out in (room[:8].expand(8, 8), room[:8].unsqueeze(1).expand(8, 8), room.as_strided((8, 8), (1, 1))):
         for backend in ("triton", "vendor"):

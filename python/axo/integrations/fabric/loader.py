@@ -1,8 +1,9 @@
 """A data loader whose batches are the same on all ranks along x and y, whatever data module is behind it.
 
 A data rank is Gx*Gy ranks. The first of them (x = y = 0, in the first stage) reads; its batch goes to the others over
-x, then over y, then to the other stages, as pickled bytes. (With Tesseract a data rank is Gy ranks: over y alone.) So
-nothing depends on equal random state, equal workers or equal file systems, and one rank's error is every peer's error.
+x, then over y, then to the other stages, as pickled bytes. (With Tesseract a data rank is Gy ranks: over y alone. The
+ranks of a context are one data rank here, whose first one reads.) So nothing depends on equal random state, equal
+workers or equal file systems, and one rank's error is every peer's error.
 Ranks that share a batch must keep their random generators equal, because generation samples with them. So the reader
 uses a random state of its own, and reading does not change its generators.
 
@@ -20,6 +21,7 @@ import copy
 import itertools
 import pickle
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -28,7 +30,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, _update_dataloader, has_iterable_dataset
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from axo.comm.connect import Communicators
 from axo.errors import Refused
@@ -106,17 +108,20 @@ class ResumableLoader(DataLoader):
         self._position.load_state_dict(state)
 
 
-def split_in_order(loader: Any, comms: Communicators) -> Any:
+def split_in_order(loader: Any, comms: Communicators, *, stand_ins: bool = False) -> Any:
     """A loader of this data rank's samples, in the order of ``loader``'s own sampler. Every rank must call it.
 
-    Batch after batch all data ranks together read what one device would read with a batch as large; where their number
-    does not divide the samples, the last batch begins again at the first ones. An iterable dataset is left as it is, as
-    Fabric leaves it.
+    Batch after batch all data ranks together read what one device would read with a batch as large (:class:`EachOnce`).
+    A batch sampler of a program's own is made anew with this rank's samples; where the data ranks do not divide them,
+    the last ones begin again at the first. An iterable dataset is left as it is, as Fabric leaves it.
     """
     if has_iterable_dataset(loader):
         return loader
+    if type(loader.batch_sampler) is BatchSampler:
+        cut = EachOnce(loader.sampler, loader.batch_size, loader.drop_last, comms, stand_ins=stand_ins)
+        return with_batches(loader, cut)
     sampler = _in_one_order(loader.sampler, comms)
-    mine = DistributedSamplerWrapper(sampler, num_replicas=comms.data_ranks, rank=comms.data_rank, shuffle=False)
+    mine = DistributedSamplerWrapper(sampler, num_replicas=comms.row_parts, rank=comms.row_part, shuffle=False)
     return _update_dataloader(loader, mine)
 
 
@@ -137,14 +142,19 @@ class EachOnce:
         sampler: Of all samples. One that shuffles gets a generator that all ranks share. Every rank must call it.
         batch_size: Samples of a batch of one data rank.
         drop_last: Leave out the samples after the last full batch of all data ranks.
+        stand_ins: Keep the batches of one device: a rank that the last one leaves without a sample reads the first of
+            it again, which whoever computes with it must leave out (:meth:`stands_in`).
 
     Raises:
-        axo.Refused: There are fewer samples than data ranks.
+        axo.Refused: There are fewer samples than data ranks, and no stand-ins.
     """
 
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, comms: Communicators) -> None:
+    def __init__(
+        self, sampler: Any, batch_size: int, drop_last: bool, comms: Communicators, *, stand_ins: bool = False
+    ) -> None:
         self.sampler, self.batch_size, self.drop_last = _in_one_order(sampler, comms), batch_size, drop_last
-        self.num_replicas, self.rank = comms.data_ranks, comms.data_rank
+        self.stand_ins = stand_ins
+        self.num_replicas, self.rank = comms.row_parts, comms.row_part
         self.sizes()
 
     def sizes(self) -> list[int]:
@@ -152,7 +162,7 @@ class EachOnce:
         ranks, whole = self.num_replicas, self.batch_size * self.num_replicas
         full, rest = divmod(len(self.sampler), whole)
         sizes = [whole] * full + ([rest] if rest and not self.drop_last else [])
-        if sizes and sizes[-1] < ranks:
+        if sizes and sizes[-1] < ranks and not self.stand_ins:
             if len(sizes) == 1:
                 raise Refused(
                     f"data: {rest} samples for {ranks} data ranks (z*data), which read each of them once; use a grid"
@@ -169,7 +179,13 @@ class EachOnce:
     def __iter__(self) -> Iterator[list[int]]:
         order = iter(self.sampler)
         for size in self.sizes():
-            yield list(itertools.islice(order, size))[self.rank :: self.num_replicas]
+            samples = list(itertools.islice(order, size))
+            yield samples[self.rank :: self.num_replicas] or samples[:1]
+        deque(order, 0)  # at its end torch's sampler draws once more, and the next epoch's order comes after that
+
+    def stands_in(self, number: int) -> bool:
+        """Whether this rank's batch of that number has nothing of its own."""
+        return self.stand_ins and self.sizes()[number] <= self.rank
 
 
 def with_batches(loader: Any, batches: Any) -> Any:
@@ -206,19 +222,21 @@ class SharedLoader:
     Args:
         loader: A ``torch.utils.data.DataLoader``; its sampler has been split over the data ranks.
         comms: What ``axo.connect`` returned.
+        given: Is told before each batch whether it is a stand-in (:meth:`EachOnce.stands_in`).
     """
 
-    def __init__(self, loader: Any, comms: Communicators) -> None:
+    def __init__(self, loader: Any, comms: Communicators, given: Callable[[bool], None] | None = None) -> None:
         self.__dict__.update(loader.__dict__)  # as Fabric's own wrapper does: people read .dataset, .sampler
         self._loader = loader
         self._comms = comms
+        self._given, self._skipped = given, 0
         self._peers = [axis for axis in ("x", "y") if axis not in comms.arrangement.rows and comms.grid.size(axis) > 1]
-        self._reads = comms.arrangement.leads(comms.coords) and comms.stage == 0
-        self._alone = not self._peers and comms.stages == 1
+        self._reads = comms.arrangement.leads(comms.coords) and comms.stage == 0 and comms.context.rank == 0
+        self._alone = not self._peers and comms.stages == 1 and comms.context.size == 1
         cut_for_data_ranks(loader, comms)
         self._random = torch.get_rng_state()
         self._own = None if hasattr(loader, "state_dict") else Position()
-        _split_streams(loader.dataset, comms.data_ranks, comms.data_rank)
+        _split_streams(loader.dataset, comms.row_parts, comms.row_part)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -233,27 +251,31 @@ class SharedLoader:
         Raises:
             ValueError: It is of another kind of loader, or litdata's, of another number of data ranks.
         """
-        ranks = self._comms.data_ranks
+        ranks = self._comms.row_parts
         for other in _data_ranks_of(state) - {ranks}:
             raise ValueError(
                 f"data: the checkpoint was taken with {other} data ranks (z*data), and this run has {ranks}; litdata's"
                 f" datasets go on with the same number only: use a grid with z*data={other}, or LocalText"
             )
         (self._loader if self._own is None else self._own).load_state_dict(state)
+        self._skipped = state.get("samples", 0) // self._each()
 
     def _each(self) -> int:
         size = self._loader.batch_size or getattr(self._loader.batch_sampler, "batch_size", 1)
-        return size * self._comms.data_ranks
+        return size * self._comms.row_parts
 
     def __iter__(self) -> Iterator[Any]:
         source = self._read() if self._reads else None
-        while True:
+        first, self._skipped, batches = self._skipped, 0, getattr(self._loader, "batch_sampler", None)
+        for number in itertools.count(first):
             outcome = next(source) if source is not None else None
             kind, value = outcome if self._alone else self._share(outcome)  # type: ignore[misc]
             if kind == "end":
                 return
             if kind == "error":
                 raise value
+            if self._given is not None:
+                self._given(isinstance(batches, EachOnce) and batches.stands_in(number))
             yield value
 
     def _read(self) -> Iterator[tuple[str, Any]]:
@@ -304,6 +326,8 @@ class SharedLoader:
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         coords = self._comms.coords
+        if self._comms.stage == 0 and self._comms.arrangement.leads(coords):
+            self._comms.context.broadcast(tensor, root=0)
         for place, axis in enumerate(self._peers if self._comms.stage == 0 else ()):
             if not any(getattr(coords, later) for later in self._peers[place + 1 :]):
                 self._comms.axis(axis).broadcast(tensor, root=0)

@@ -31,7 +31,7 @@ from litgpt.model import LLaMAMoE
 from torch import nn
 
 from axo.errors import Error
-from axo.integrations.data_ranks import whole_numel
+from axo.integrations import data_ranks
 from axo.integrations.fabric.figures import Figures
 from axo.integrations.fabric.sharded_checkpoint import MODEL_FILE, holds_sharded, is_sharded
 from axo.integrations.fabric.step_agreement import StepAgreement
@@ -44,6 +44,7 @@ from axo.nn.goldfish import goldfish_mask
 from axo.nn.quantize import quantize
 from axo.optim.muon import muon_groups
 from axo.overlap.no_sync import token_weight
+from axo.sharding import cut_sequence
 
 
 class Stopped(Exception):
@@ -159,21 +160,23 @@ class LitGPTRun:
     def chunked_cross_entropy(
         self, stock: Callable[..., Any], logits: Any, targets: Any, chunk_size: int = 128, ignore_index: int = -100
     ) -> torch.Tensor:
-        """Logits split over x, goldfish loss, and stages, whose schedule the loss call runs; the mean over all data
-        ranks' tokens where they have not as many.
+        """Logits split over x, goldfish loss, and stages, whose schedule the loss call runs; this rank's tokens of a
+        context; the mean over all data ranks' tokens where they have not as many.
         """
         asked = self.options
         masks = asked.goldfish is not None and torch.is_grad_enabled()  # litgpt validates without gradients
         if asked.goldfish is not None and masks:
             left_out = ~goldfish_mask(targets, *asked.goldfish, ignore_index=ignore_index)
             targets = targets.masked_fill(left_out, ignore_index)
+        if not targets.is_meta:
+            targets = cut_sequence(targets, self.strategy.comms)
         own = asked.vocab_loss or asked.goldfish is not None or asked.pipeline > 1
         mean = self.strategy.cross_entropy if own else stock
         value = mean(logits, targets, chunk_size, ignore_index)
-        finetunes = self.module.__name__.startswith("litgpt.finetune.")  # answers are of unequal length
-        if asked.data_ranks == 1 or targets.is_meta or not (masks or finetunes):
+        if targets.is_meta or self.strategy.comms.data_ranks == 1:
             return value
-        weight = token_weight((targets != ignore_index).sum(), self.strategy.comms)
+        tokens = (targets != ignore_index).sum() * (not self.strategy.stands_in)
+        weight = token_weight(tokens, self.strategy.comms)
         return torch.where(weight > 0, value * weight, 0.0)  # stock LitGPT's mean of no tokens is NaN in validation
 
     # --- what is logged -----------------------------------------------------------------------------------------------
@@ -197,8 +200,10 @@ class LitGPTRun:
 
         def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:  # every rank calls it
             if "loss" in metrics:
-                tokens = metrics.get("total_tokens")  # an int, or finetuning's tensor
-                figures = self.figures.take(None if tokens is None else int(tokens))
+                # LitGPT takes a rank's own for those of each, which rows of finetuning are not
+                own = torch.tensor(int(metrics["tokens"]), device=self.fabric.device)
+                metrics["total_tokens"] = int(data_ranks.reduce(own, self.strategy.comms))
+                figures = self.figures.take(metrics["total_tokens"])
                 left = None if "remaining_time" in metrics else self._left(metrics["step"])
                 self.fabric.print(in_words(figures, left))
                 metrics = metrics | figures
@@ -355,6 +360,8 @@ class _Batches:
         except Exception as error:
             raise ValueError(f"data: {_in_one_line(error)}") from error
         self.epoch = self._batches.epoch
+        if run.strategy.stands_in and isinstance(batch, dict) and "token_counts" in batch:
+            batch["token_counts"] = {name: torch.zeros_like(count) for name, count in batch["token_counts"].items()}
         if run.max_time is not None:
             over = time.perf_counter() - self._since > run.max_time
             # Clocks differ: all ranks end as soon as one's is over, or they would wait for it in the next step.
@@ -399,7 +406,7 @@ class _EveryRankIsFirst:
 
 def count_parameters(module: nn.Module, requires_grad: bool | None = None) -> int:
     """As litgpt's own function: elements of the parameters, of whole ones where this rank holds a part."""
-    return whole_numel(p for p in module.parameters() if requires_grad in (None, p.requires_grad))
+    return data_ranks.whole_numel(p for p in module.parameters() if requires_grad in (None, p.requires_grad))
 
 
 def _routed_evenly(mixture: Any, x: torch.Tensor) -> torch.Tensor:

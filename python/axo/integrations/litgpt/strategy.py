@@ -12,6 +12,7 @@ Checkpoints of LitGPT's own say so in the ``hyperparameters.yaml`` beside them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from axo.integrations.fabric.loader import SharedLoader, split_in_order
 from axo.integrations.fabric.strategy import AxoStrategy
 from axo.integrations.litgpt.options import Options
 from axo.integrations.litgpt.parsing import read_yaml
@@ -35,6 +37,7 @@ class LitGPTStrategy(AxoStrategy):
     Attributes:
         train: ``litgpt.args.TrainArgs`` of the run, once they are known.
         module: The model that was split last.
+        stands_in: Whether the batch that was read last has no sample of its own: it belongs in no mean.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -42,6 +45,7 @@ class LitGPTStrategy(AxoStrategy):
         self.train: Any = None
         self.module: nn.Module | None = None
         self.after_setup: Callable[[nn.Module], None] | None = None  # for the next model, once split
+        self.stands_in = False
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         module = self.module = super().setup_module(module)
@@ -49,6 +53,18 @@ class LitGPTStrategy(AxoStrategy):
             self.after_setup(module)
             self.after_setup = None
         return module
+
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        return None  # Fabric keeps the sampler: batches are those of one device
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        self._check_launched("setup_dataloaders")
+        return SharedLoader(
+            split_in_order(dataloader, self.comms, stand_ins=True),
+            self.comms,
+            functools.partial(setattr, self, "stands_in"),
+        )
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
         if "iter_num" in state:
@@ -104,6 +120,8 @@ def strategy_of(options: Options, **more: Any) -> LitGPTStrategy:
     return LitGPTStrategy(
         options.grid,
         algorithm=options.algorithm,
+        context=options.context,
+        context_kind=options.context_kind,
         sharded=options.sharded,
         vocab_loss=options.vocab_loss,
         pipeline=options.pipeline,
