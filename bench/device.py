@@ -12,8 +12,8 @@ backend is tried first there, so that what fails is known as the library's.
 2. Light: microseconds of host time for a call, beside torch's own NCCL backend, in turns. Judged between two ranks:
    with one NCCL launches no kernel, which is not what a program pays.
 3. A graph of three communicators, replayed.
-4. At two ranks: fused operations by flags; a small GPT on grids of two ranks beside serial steps; an abort frees a call
-   that hangs; a killed rank is named.
+4. At two ranks: fused operations by flags, and sums by push; a small GPT on grids of two ranks beside serial steps; an
+   abort frees a call that hangs; a killed rank is named.
 
 What cannot run here gives a row that says "not measured", and why.
 """
@@ -43,6 +43,7 @@ import torch.distributed as dist
 import axo
 from axo.comm.transports import meet
 from axo_kernels import adapt, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from axo_kernels.fused.strategies import FusedPlan, start_all_reduce, unreachable
 from axo_kernels.tune.error_line import in_a_line
 
 from .lib.arguments import Parser
@@ -81,6 +82,7 @@ class Gpu:
         if not self.shared(ranks):
             return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         hosts = {"NCCL_HOSTID": f"bench-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
+        hosts["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # for sums by push
         return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | hosts
 
     def counts(self, ranks: int) -> list[int]:
@@ -316,6 +318,29 @@ def signalled(rank: Rank, say: Say) -> None:
         say(check=f"{name} by signals", wrong=int((got != expected).sum()))
 
 
+def pushed(rank: Rank, say: Say) -> None:
+    """Sums by push against the serial ones, of shapes that have the room of their line grow, two under way at once."""
+    if rank.device.type != "cuda":
+        return
+    comm = adapt(rank.world, store=lambda: rank.store)
+    if why := unreachable(comm, rank.device):
+        say(check=f"sums by push: not measured: it {why}")
+        return
+    torch.manual_seed(6)
+    wrong, started = 0, time.perf_counter()
+    for rows in (256, 512, 256):
+        x, w = (torch.randint(-2, 3, (count, 256), device=rank.device).bfloat16() for count in (rows, 512))
+        expected = matmul_all_reduce(x, w, comm, layout="NT")
+        (first, end_first), (second, end_second) = (
+            start_all_reduce(each, w, comm, "NT", FusedPlan("push")) for each in (x, x)
+        )
+        end_second(), end_first()
+        scattered = [matmul_reduce_scatter(x, w, comm, layout="NT", strategy=how) for how in ("serial", "push")]
+        comm.check()
+        wrong += sum(int((a != b).sum()) for a, b in ((first, expected), (second, expected), scattered))
+    say(check="sums by push", wrong=wrong, us=1e6 * (time.perf_counter() - started))
+
+
 def freed(rank: Rank, say: Say) -> None:
     """Rank 0 waits for a sum that nobody else joins, until another thread aborts it; then its GPU goes on."""
     rank.world.all_reduce(torch.ones(4, device=rank.device))
@@ -389,6 +414,7 @@ CHECKS: dict[str, Callable[[Rank, Say], None]] = {
     "graph": graph,
     "host time of a call": light,
     "signals": signalled,
+    "push": pushed,
     "abort": freed,
     "death": killed,
 }
@@ -514,8 +540,8 @@ def measure(gpu: Any, table: Table, smoke: bool = False) -> dict[str, bool | str
             if rival is not None and "axo all_reduce" in times:
                 extra[size] = times["axo all_reduce"] - rival
         if size == 2:
-            for what, check in (("signals", "signals"), ("training", "training"), ("an abort", "abort")):
-                start(what, size, check)
+            for what in ("signals", "push", "training", "abort"):
+                start({"push": "sums by push", "abort": "an abort"}.get(what, what), size, what)
             start("a killed rank", size, "death")
     wrong = sum(row["wrong"] or 0 for row in table.rows)
     verdicts["wrong results of collectives: 0"] = wrong == 0

@@ -10,13 +10,14 @@ long a step takes: memory does not choose anything here. Two constants of ``axo.
 for every model, run and machine. The null model knows one number: the mean share of peak (model flops) of the same
 four rows.
 
-Rows with context parallelism stand apart: the planner knows none, and they are written as twice the x. Rows whose
-layout was not published are listed, and not predicted.
+Rows with context parallelism (CP2) are written as twice the x, and planned as two ranks of z that share sequences,
+without sequence parallelism, which Axo has not beside it. Rows whose layout was not published are listed alone.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ WHY = {  # of the rows that are off by more than EXPLAIN: what Axo's plan does o
         " with sequence parallelism"
     ),
 }
-CONTEXT = "CP"  # in the source of rows with context parallelism
+CONTEXT = re.compile(r"\bCP(\d+)")  # in the source of rows with context parallelism: over so many ranks
 COLUMNS = {"source": "s", "model": "s", "seq": "d", "gpus": "d", "grid": "s", "published_s": ".2f"}
 COLUMNS |= {"predicted_s": ".2f", "error": "+.1%", "null_error": "+.1%", "standing": "s"}
 
@@ -66,11 +67,23 @@ class Run:
         return self.row["source"], self.row["model"], self.row["seq_length"]
 
     @property
+    def context(self) -> int:
+        """Ranks that share sequences."""
+        named = CONTEXT.search(self.row["source"])
+        return int(named[1]) if named else 1
+
+    @property
+    def grid(self) -> Grid:
+        """Of one stage, as Axo lays it out."""
+        grid = Grid.parse(self.row["grid"])
+        return replace(grid, x=grid.x // self.context, z=grid.z * self.context)
+
+    @property
     def standing(self) -> str:
         """``"fitted"``, ``"context parallel"``, ``"no layout"`` or ``"held out"``."""
         if "grid" not in self.row:
             return "no layout"
-        if CONTEXT in self.row["source"].split(" ", 1)[1]:
+        if self.context > 1:
             return "context parallel"
         return "fitted" if self.key in FITTED else "held out"
 
@@ -90,7 +103,8 @@ class Run:
             precision=row.get("precision", "bf16-mixed"),
             micro_batches=row["micro_batches"],
             recompute=row["recompute"],
-            sequence_parallel=row.get("sp", False),
+            sequence_parallel=row.get("sp", False) and self.context == 1,
+            context=self.context,
             pipeline=(row["stages"],),
             schedules=(row.get("schedule", "1f1b"),),
         )
@@ -99,7 +113,7 @@ class Run:
         """The planner's candidate on the published layout, and the plan that it is of."""
         on = replace(machine.load(self.row["machine"]), **constants)  # type: ignore[arg-type]
         asked = self.request(on)
-        found = planner.consider(asked, Grid.parse(self.row["grid"]), self.row["stages"])
+        found = planner.consider(asked, self.grid, self.row["stages"])
         assert found.time is not None, f"{self.key}: {found.reason}"
         return found, planner.GridPlan(asked, [found])
 

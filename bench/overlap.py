@@ -327,7 +327,7 @@ def _own(
     workspace = comm.workspaces.get(f"alone {operation}", order, product, device)
     out = torch.empty((product.m, product.n), dtype=product.dtype, device=device)
     full = b.repeat(comm.size, 1) if gathers else b
-    workspace.flags.copy_(workspace.epoch)
+    workspace.flags.fill_(workspace.epoch.counted)
     return lambda: SegmentedProduct(product, workspace, comm).launch(a, full, out, along_n=gathers)
 
 

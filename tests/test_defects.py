@@ -342,8 +342,8 @@ DEFECTS = (
         (
             Edit(
                 "csrc/device/rendezvous.cpp",
-                "context.gpu().vendor() == GpuVendor::hip || context.nccl().version() >= 23000;",
-                "true;",
+                "const bool parts = context.nccl().version() >= 23000;",
+                "const bool parts = true;",
             ),
         ),
         "cuda",
@@ -352,7 +352,7 @@ DEFECTS = (
     ),
     Defect(
         "20: transfers take more than is reserved",
-        (Edit(CORE, "  while (ctas < options_.max_ctas) ctas *= 2;", "  ctas = options_.max_ctas;"),),
+        (Edit(CORE, "  while (ctas > 0 && ctas < options_.max_ctas) ctas *= 2;", "  ctas = options_.max_ctas;"),),
         "cuda",
         "a_cap_that_is_no_power_of_two",
         "6 is not 7",
@@ -369,6 +369,80 @@ DEFECTS = (
         "cuda",
         "no_context_on_a_gpu_that_is_not_the_ranks",
         "has_context",
+    ),
+    Defect(
+        "22: RCCL runs one operation after the other",
+        (Edit(CORE, "  if (nccl().orders_launches()) config", "  config"),),
+        "hip",
+        "configuration_of_every_version",
+        "one operation after the other",
+    ),
+    Defect(
+        "23: RCCL is asked to exchange with nobody",
+        (Edit("csrc/device/library_call.cpp", "  alone_ = core.size() == 1 && ", "  alone_ = core.size() == 0 && "),),
+        "hip",
+        "exchanges_of_one_rank",
+        "call.rfind",
+    ),
+    Defect(
+        "24: a cap that RCCL does not keep to",
+        (
+            Edit(
+                "csrc/device/nccl_api.h",
+                "keeps_caps() const { return vendor_ == GpuVendor::cuda; }",
+                "keeps_caps() const { return true; }",
+            ),
+        ),
+        "hip",
+        "split_by_color_and_key",
+        r"reserved_ctas\(\) == kept\(8\)",
+    ),
+    Defect(
+        "25: parts of one GPU reach an RCCL that refuses them",
+        (
+            Edit(
+                "csrc/device/rendezvous.cpp",
+                "const bool parts = context.nccl().version() >= 23000;",
+                "const bool parts = context.gpu().vendor() == GpuVendor::hip || context.nccl().version() >= 23000;",
+            ),
+        ),
+        "hip",
+        "two_ranks_on_one_gpu",
+        "invalid usage",
+    ),
+    Defect(
+        "26: RCCL 2.22 splits with its MSCCL",
+        (Edit("csrc/device/nccl_api.cpp", 'setenv("RCCL_MSCCL_ENABLE", "0", 0);', "(void)0;"),),
+        "hip",
+        "msccl_of_the_rccl_that_crashes_with_it",
+        "crashes",
+    ),
+    Defect(
+        "27: a stream that captures waits for its own event",
+        (Edit(CORE, "if (last_->event && last_->stream != stream && last_", "if (last_->event && last_"),),
+        "hip",
+        "one_graph_holds_all_communicators",
+        "form a circle",
+    ),
+    Defect(
+        "28: flags beside an RCCL that keeps to no cap",
+        (
+            Edit(
+                "axo_kernels/comm/adapters.py",
+                "return () if named or shared or torch.version.hip is not None else CAPS",
+                "return () if named or shared else CAPS",
+            ),
+        ),
+        "",
+        "tests/kernels/comm/test_device.py::test_rccl_keeps_to_no_cap",
+        "caps == ",
+    ),
+    Defect(
+        "29: the XCDs of an MI350 are one",
+        (Edit("axo_kernels/gemm/tiles.py", ', "gfx950": ((32, 8),)', ""),),
+        "",
+        "tests/kernels/gemm/test_matmul.py::test_neighbours_in_the_order_of_tiles_are_on_one_xcd",
+        "gfx950",
     ),
 )  # fmt: skip
 NAMES = [defect.name for defect in DEFECTS]

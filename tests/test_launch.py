@@ -370,7 +370,7 @@ def signals_while_handlers_change() -> list[Any]:
         signal.signal = set_with_a_signal  # type: ignore[assignment]
         raised = False
         try:
-            with launch._handled(fail):
+            with launch.handled(fail):
                 os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # as torch's launcher does
         except ArithmeticError:
             raised = True

@@ -14,8 +14,9 @@ from typing import Any, Protocol, Self, cast
 import torch
 import torch.distributed as dist
 
-from axo_kernels.comm.communicator import FusedCommunicator, PeerMemory, Pending
+from axo_kernels.comm.communicator import FusedCommunicator, Pending
 from axo_kernels.comm.host_stream import DONE
+from axo_kernels.comm.peers import PeerMemory
 from axo_kernels.fused.workspace import Workspace
 
 # torch 2.13 renamed these two; the old names still work there, with a warning.
@@ -28,12 +29,15 @@ def uncapped() -> int:
 
     A product that waits on too many multiprocessors keeps the collective from starting, and then waits for it for ever.
     """
+    if torch.version.hip is not None:
+        return _MOST_OF_RCCL
     named = os.environ.get("NCCL_MAX_CTAS", "")
     return int(named) if named.isdecimal() and int(named) > 0 else _MOST_CHANNELS
 
 
-# NCCL's most channels of an operation on one node.
-_MOST_CHANNELS = 32
+# NCCL's most channels of an operation on one node. RCCL takes 112 by default on eight MI350, has up to 256, and
+# keeps to no limit that it is given: before 2.30.7 not at all, later not in its direct collectives of eight ranks.
+_MOST_CHANNELS, _MOST_OF_RCCL = 32, 256
 # Channels tried for an operation beside a product that leaves as many multiprocessors: few cost the product least,
 # and NVLink of an H100 wants more than four.
 CAPS = (4, 8, 16)
@@ -41,16 +45,6 @@ CAPS = (4, 8, 16)
 
 # The version of NCCL whose gathers by copy engines take no multiprocessor.
 _ZERO_CTA = 22800
-
-
-def symmetric_memory(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> PeerMemory:
-    """Bytes of zeros on each rank that all GPUs of a group map: torch's symmetric memory. Collective."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    mine = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, group.group_name).zero_()
-    torch.cuda.synchronize(device)  # zeros before any peer writes
-    handle: Any = _SymmetricMemory.rendezvous(mine, group.group_name)
-    return PeerMemory(mine, tuple(handle.buffer_ptrs), handle)
 
 
 def _issued(work: object) -> Pending:
@@ -66,6 +60,7 @@ class ProcessGroupCommunicator(FusedCommunicator):
         group = group if group is not None else dist.group.WORLD
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
         self.group = group
+        self.store = partial(dist.distributed_c10d._get_process_group_store, cast(dist.ProcessGroup, group))
 
     def _all_reduce(self, tensor: torch.Tensor) -> Pending:
         return _issued(dist.all_reduce(tensor, group=self.group, async_op=True))
@@ -75,10 +70,6 @@ class ProcessGroupCommunicator(FusedCommunicator):
 
     def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
         return _issued(_reduce_scatter(out, tensor, group=self.group, async_op=True))
-
-    def peer_memory(self, nbytes: int, device: torch.device) -> PeerMemory:
-        assert self.group is not None
-        return symmetric_memory(nbytes, device, self.group)
 
     @property
     def reserved_units(self) -> int:
@@ -178,13 +169,14 @@ class DeviceAxoCommunicator(AxoCommunicator):
         op: str = "sum",
         channels: int = 0,
         window: Window | None = None,
-        group: Callable[[], dist.ProcessGroup] | None = None,
+        store: Callable[[], dist.Store] | None = None,
     ) -> None:
         super().__init__(communicator, timeout, op)
         self._channels = channels
         self._window = window
-        self._group = group
+        self.store = store
         self._windowed: DeviceAxoCommunicator | None = None
+        self._takes_none = False  # its gathers, of multiprocessors
         self._capped: dict[int, DeviceAxoCommunicator] = {}
         self._works: list[Pending] = []
         self._by_driver = torch.version.hip is None
@@ -193,7 +185,15 @@ class DeviceAxoCommunicator(AxoCommunicator):
     def reserved_units(self) -> int:
         """What operations take at most: its own cap (:meth:`capped`) beside what the communicators of this rank are
         capped at together (``DeviceOptions(max_ctas=...)``)."""
+        if self._takes_none:
+            return self.held_units
         return self._channels + self.held_units or uncapped()
+
+    def flag_units(self, workspace: Workspace) -> int:
+        return int(self._takes_none and not self._flags_by_driver(workspace))
+
+    def _flags_by_driver(self, workspace: Workspace) -> bool:
+        return self._by_driver and not workspace.epoch.captured
 
     @property
     def held_units(self) -> int:
@@ -201,9 +201,10 @@ class DeviceAxoCommunicator(AxoCommunicator):
 
     @cached_property  # it is asked for at every fused product
     def caps(self) -> tuple[int, ...]:
-        """None where the environment says how many (NCCL then ignores an own cap), or where buffers are shared."""
+        """None where the environment says how many (NCCL then ignores an own cap), where buffers are shared, on AMD."""
         named = os.environ.get("NCCL_MAX_CTAS") or os.environ.get("NCCL_MIN_CTAS")
-        return () if named or getattr(self.communicator, "shares_buffers", False) else CAPS
+        shared = getattr(self.communicator, "shares_buffers", False)
+        return () if named or shared or torch.version.hip is not None else CAPS
 
     def capped(self, channels: int) -> FusedCommunicator:
         if channels in (0, self._channels):
@@ -221,7 +222,7 @@ class DeviceAxoCommunicator(AxoCommunicator):
         if self._window is None:
             return "adapt() was given nothing that makes windows"
         if torch.version.hip is not None:
-            return "RCCL has no gathers without a multiprocessor"
+            return "RCCL's gathers by copy engines hang in graphs (before 2.31)"
         if self.communicator.library_version < _ZERO_CTA:
             return f"NCCL {self.communicator.library_version} is older than 2.28"
         return "split_share=True" if getattr(self.communicator, "shares_buffers", False) else ""
@@ -233,18 +234,14 @@ class DeviceAxoCommunicator(AxoCommunicator):
             assert self._window is not None
             twin = DeviceAxoCommunicator(self.communicator.capped(0), self.timeout, self.op)
             twin.ran, twin.empty = self.ran, partial(self._window, twin.communicator)
+            twin._takes_none = self.on_one_host()  # copy engines do not reach further
             self._windowed = twin
         return self._windowed
 
-    def peer_memory(self, nbytes: int, device: torch.device) -> PeerMemory:
-        if self._group is None:
-            raise ValueError("adapt() was given no process group, by which torch shares memory")
-        return symmetric_memory(nbytes, device, self._group())
-
     def poll(self) -> None:
         super().poll()
-        for made in self._capped.values():
-            made.poll()
+        for other in (*self._capped.values(), *([self._windowed] if self._windowed else [])):
+            other.poll()
 
     def fork(self, device: torch.device) -> None:
         assert not self._forked, "fork() twice without join()"
@@ -275,14 +272,19 @@ class DeviceAxoCommunicator(AxoCommunicator):
         return work
 
     def wait_flag(self, workspace: Workspace, number: int) -> None:
-        if not (self._forked and self._by_driver and workspace.count is not None):
+        if not (self._forked and self._flags_by_driver(workspace)):
             return super().wait_flag(workspace, number)
-        self.communicator.wait_flag(workspace.flags[number:], workspace.count)
+        self.communicator.wait_flag(workspace.flags[number:], workspace.epoch.counted)
 
     def write_flag(self, workspace: Workspace, number: int) -> None:
-        if not (self._forked and self._by_driver and workspace.count is not None):
+        if not (self._forked and self._flags_by_driver(workspace)):
             return super().write_flag(workspace, number)
-        self.communicator.write_flag(workspace.flags[number:], workspace.count)
+        self.communicator.write_flag(workspace.flags[number:], workspace.epoch.counted)
+
+    def keep(self, workspace: Workspace, packed: torch.Tensor, kept: torch.Tensor) -> None:
+        if self._takes_none and self._flags_by_driver(workspace):
+            self.write_flag(workspace, workspace.order.chunks - 1)  # a kernel would wait for the product, that for it
+        super().keep(workspace, packed, kept)
 
     def _device_stream(self) -> Any:
         return torch.cuda.ExternalStream(self.communicator.stream, self.communicator.device)
@@ -315,7 +317,7 @@ def adapt(
     op: str = "sum",
     *,
     window: Window | None = None,
-    group: Callable[[], dist.ProcessGroup] | None = None,
+    store: Callable[[], dist.Store] | None = None,
 ) -> FusedCommunicator:
     """Wrap a communicator once, and keep the result: it holds the workspaces and the record of what ran.
 
@@ -326,8 +328,8 @@ def adapt(
         op: What the reduce-scatters of an axo.Communicator do, ``"sum"`` or ``"avg"``.
         window: Of an axo.Communicator on GPUs: makes a tensor of a shape, dtype and device that is a window of the
             communicator, collectively. Gathers in windows take no multiprocessor.
-        group: The same ranks as a process group, made when first wanted, by which torch shares their memory:
-            for ``strategy="push"``.
+        store: Of an axo.Communicator on GPUs: gives a store that its ranks have in common, by which torch shares their
+            memory, for ``strategy="push"``. A process group brings its own.
 
     Raises:
         ValueError: The object is none of these.
@@ -351,5 +353,5 @@ def adapt(
         )
     if hasattr(communicator, "wait_flag"):
         device = cast("DeviceCollectives", communicator)
-        return DeviceAxoCommunicator(device, timeout, op, window=window, group=group)
+        return DeviceAxoCommunicator(device, timeout, op, window=window, store=store)
     return AxoCommunicator(communicator, timeout, op)

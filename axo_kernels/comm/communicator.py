@@ -15,30 +15,29 @@ form of the driver's stream operations). On a CPU it is a thread that runs what 
 from __future__ import annotations
 
 import os
+import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from axo_kernels import device as devices
 from axo_kernels.comm.host_stream import HostStream
-from axo_kernels.fused.workspace import Empty, Workspace, Workspaces, empty_buffer
+from axo_kernels.comm.peers import PeerMemory, Peers, host_number
+from axo_kernels.fused.chunks import tile_table
+from axo_kernels.fused.workspace import Empty, PeerRoom, Workspace, Workspaces, aligned, empty_buffer
+
+_T = TypeVar("_T")
+_KEPT_BLOCK = 2048  # elements that a program copies at once
 
 
 class Pending(Protocol):
     """A collective on its way."""
 
     def wait(self) -> Any: ...
-
-
-class PeerMemory(NamedTuple):
-    """Memory that the ranks' kernels reach: this rank's bytes, where each rank's lie, and what holds them mapped."""
-
-    mine: torch.Tensor  # uint8, zeros
-    bases: tuple[int, ...]
-    keep: object = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,8 @@ class FusedCommunicator:
     Attributes:
         ran: The record: each operation appends a :class:`FusedRun`.
         workspaces: The flags and buffers, made at an operation's first call at a shape.
+        rooms: What the ranks push into: the last one, and smaller ones before it whose addresses captured graphs have.
+        store: Where the ranks meet to share memory; None: they do not.
 
     Args:
         rank, size: Of the communicator underneath.
@@ -83,6 +84,9 @@ class FusedCommunicator:
         self.timeout = timeout
         self.ran: deque[FusedRun] = deque(maxlen=256)
         self.workspaces = Workspaces()
+        self.rooms: list[PeerRoom] = []
+        self.store: Callable[[], dist.Store] | None = None
+        self._peers: Peers | None = None
         self._unreachable: str | None = None
         self._host: HostStream | None = None
         self._stream: Any = None
@@ -159,7 +163,7 @@ class FusedCommunicator:
         self._on_stream(
             lambda: workspace.wait_on_host(number, self.timeout, self.rank),
             lambda kernels: kernels.wait_flag_kernel[(1,)](
-                workspace.flags[number:], workspace.epoch, workspace.status, self.spins, number, num_warps=1
+                workspace.flags[number:], *workspace.epoch.parts, workspace.status, self.spins, number, num_warps=1
             ),
         )
 
@@ -167,17 +171,31 @@ class FusedCommunicator:
         """Set flag ``number`` to the workspace's epoch, after everything issued on the communication stream so far."""
         self._on_stream(
             lambda: workspace.write_on_host(number),
-            lambda kernels: kernels.write_flag_kernel[(1,)](workspace.flags[number:], workspace.epoch, num_warps=1),
+            lambda kernels: kernels.write_flag_kernel[(1,)](
+                workspace.flags[number:], *workspace.epoch.parts, num_warps=1
+            ),
         )
 
-    def copy(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy ``tensor`` into ``out``, which lay here before ``fork()``, after everything issued on the communication
-        stream so far."""
+    def keep(self, workspace: Workspace, packed: torch.Tensor, kept: torch.Tensor) -> None:
+        """Set the last flag, then copy the rows of all segments from ``packed`` into ``kept``, where they stand in rank
+        order: both lay here before ``fork()``."""
+        order = workspace.order
+        last = order.chunks - 1
 
-        def copy() -> None:
-            out.copy_(tensor)
+        def on_host() -> None:
+            workspace.write_on_host(last)
+            for segment in order.segments:
+                kept[segment.written] = packed[segment.read]
 
-        self._on_stream(copy, lambda kernels: copy())
+        def launch(kernels: Any) -> None:
+            table, width = workspace.table(tile_table(order, 1, 1))
+            most = max(segment.rows for segment in order.segments) * kept.shape[1]
+            kernels.keep_rows_kernel[(max(1, min(32, most // _KEPT_BLOCK)), len(order.segments))](
+                packed, kept, table, workspace.flags[last:], *workspace.epoch.parts, kept.shape[1],
+                SEGMENTS=width, BLOCK=_KEPT_BLOCK, num_warps=4,
+            )  # fmt: skip
+
+        self._on_stream(on_host, launch)
 
     def _on_stream(self, on_host: Callable[[], None], launch: Callable[[Any], None]) -> None:
         """What happens on the communication stream beside collectives; ``launch`` is given the kernels of a GPU."""
@@ -200,6 +218,10 @@ class FusedCommunicator:
         """Multiprocessors that a product which waits or signals leaves to the communication; as many thread blocks as
         its collectives may take (a link that is only simulated takes one)."""
         return 4
+
+    def flag_units(self, workspace: Workspace) -> int:
+        """The same of its flags, beside ``reserved_units``: where nothing else is left free, and kernels set them."""
+        return 0
 
     @property
     def caps(self) -> tuple[int, ...]:
@@ -234,23 +256,76 @@ class FusedCommunicator:
     def unreachable(self, device: torch.device) -> str:
         """Why kernels of these ranks cannot write to each other's memory there; "" where they can. Collective, once."""
         if self._unreachable is None:
-            why = ""
+            self._unreachable = ""
             try:
-                self.peer_memory(256, device)
-            except Exception as error:
-                why = str(error).strip().split("\n")[0]
-            if self.maximum([float(bool(why))])[0] and not why:
-                why = "another rank has none"
-            self._unreachable = f"needs memory that kernels of all ranks reach: {why}" if why else ""
+                self.agreed(lambda: self.peer_room(0, device))
+            except ValueError as error:
+                self._unreachable = f"needs memory that kernels of all ranks reach: {error}"
         return self._unreachable
+
+    def on_one_host(self) -> bool:
+        """Whether these ranks could hand each other memory. Collective."""
+        host = float(host_number())
+        most, least = self.maximum([host, -host])
+        return most == -least
+
+    def agreed(self, call: Callable[[], _T]) -> _T:
+        """What ``call`` gives, once it has failed on no rank. Collective.
+
+        Raises:
+            ValueError: It failed on some rank; on all of them.
+        """
+        try:
+            result, why = call(), ""
+        except Exception as error:
+            why = str(error).strip().split("\n")[0] or type(error).__name__
+        if self.maximum([float(bool(why))])[0]:
+            raise ValueError(why or "another rank has none")
+        return result
+
+    def peer_room(self, nbytes: int, device: torch.device) -> PeerRoom:
+        """The room of this line, of halves of at least so many bytes: as many on all ranks. Collective where it grows.
+
+        Raises:
+            ValueError: A rank has no such memory, or they are on several hosts.
+            RuntimeError: It would grow inside a capture.
+        """
+        last = self.rooms[-1] if self.rooms else None
+        if last is not None and last.capacity >= nbytes:
+            return last
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"push: {nbytes} bytes are wanted in a capture; run it once before, which makes room")
+        if last is None and not self.on_one_host():
+            raise ValueError("they are on several hosts")
+        if last is not None:
+            last.settle()
+            nbytes = max(nbytes, last.capacity * 3 // 2)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if not last.epoch.captured:  # else a graph has its addresses
+                self.forget_room()
+        capacity = int(self.maximum([float(max(nbytes, 1))])[0])  # nobody uses the old one any more: all are here
+        memory = self.peer_memory(aligned(8 * self.size) + 2 * aligned(capacity), device)
+        self.rooms.append(PeerRoom(memory, self.size, device))
+        return self.rooms[-1]
+
+    def forget_room(self) -> None:
+        """Have the next push begin in a room of its own: on all ranks, once one of them has failed in the last."""
+        del self.rooms[-1:]
 
     def peer_memory(self, nbytes: int, device: torch.device) -> PeerMemory:
         """Allocate as many bytes on each rank, of zeros, that kernels of all reach: collective.
 
         Raises:
-            Exception: There is no such memory here.
+            ValueError: There is no such memory here, on some rank; on all of them.
         """
-        raise ValueError(f"{type(self).__name__} has none")
+        if self.store is None:
+            raise ValueError(f"{type(self).__name__} has none")
+        if self._peers is None:
+            self._peers = Peers(self.broadcast_text(uuid.uuid4().hex), self.store(), self.rank, self.size)
+        peers = self._peers
+        mine = self.agreed(lambda: peers.allocate(nbytes, device))
+        return self.agreed(lambda: peers.map(mine))
 
     @property
     def spins(self) -> int:
@@ -263,7 +338,7 @@ class FusedCommunicator:
         Raises:
             SignalTimeout: As of ``poll``.
         """
-        for device in {workspace.flags.device for workspace in self.workspaces.all()}:
+        for device in {workspace.flags.device for workspace in self._workspaces()}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         self.poll()
@@ -274,8 +349,13 @@ class FusedCommunicator:
         Raises:
             SignalTimeout: A flag was not set within the bound; the message has rank, chunk and epoch.
         """
-        for workspace in self.workspaces.all():
+        for workspace in self._workspaces():
             workspace.check(self.rank, self.timeout)
+
+    def _workspaces(self) -> Iterator[Workspace]:
+        yield from self.workspaces.all()
+        for room in self.rooms:
+            yield from room.workspaces.all()
 
     def maximum(self, values: list[float]) -> list[float]:
         """Return the largest of each value over the ranks, the same list on all of them."""

@@ -229,4 +229,9 @@ def reached(flag: int, epoch: int) -> bool:
 
 def next_epoch(epoch: int) -> int:
     """Advance a 32-bit epoch; after 2**31 - 1 comes -2**31."""
-    return (epoch + 1 + _WRAP // 2) % _WRAP - _WRAP // 2
+    return wrapped(epoch + 1)
+
+
+def wrapped(epoch: int) -> int:
+    """An epoch in 32 bits."""
+    return (epoch + _WRAP // 2) % _WRAP - _WRAP // 2

@@ -7,9 +7,9 @@ leaves alone: each of a layer's three products sums over another dim, so each op
 Scales are the largest magnitude over the largest number of the format, so nothing overflows; what is not finite gives
 NaN. Micikevicius et al., "FP8 formats for deep learning", 2022.
 
-On an NVIDIA GPU from sm_89 on, and on AMD's gfx942, the product is torch._scaled_mm. Elsewhere it is emulated: the same
-roundings, then a product in fp32. Nothing uses this unless it is called. Not here: scales of earlier steps (delayed
-scaling), blocks of scales, and fused kernels.
+On an NVIDIA GPU from sm_89 on, and on AMD's gfx942 and gfx950, the product is torch._scaled_mm. Elsewhere it is
+emulated: the same roundings, then a product in fp32. Nothing uses this unless it is called. Not here: scales of earlier
+steps (delayed scaling), blocks of scales, and fused kernels.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def runs(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     if torch.version.hip is not None:
-        return torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx94")
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx950"))
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 

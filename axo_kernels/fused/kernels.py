@@ -38,21 +38,44 @@ def report(status, number, epoch, seen):
     tl.atomic_xchg(status, 1, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["bound", "number"])
-def wait_flag_kernel(flag, epoch_address, status, bound, number):
+@triton.jit(do_not_specialize=["counted", "bound", "number"])
+def wait_flag_kernel(flag, epoch_word, counted, status, bound, number):
     """One program on the communication stream: the portable form of the driver's stream wait."""
-    epoch = tl.load(epoch_address)
+    epoch = tl.load(epoch_word) + counted
     seen = wait_until(flag, epoch, bound)
     if seen - epoch < 0:
         report(status, number, epoch, seen)
 
 
-@triton.jit
-def write_flag_kernel(flag, epoch_address):
+@triton.jit(do_not_specialize=["counted"])
+def write_flag_kernel(flag, epoch_word, counted):
     """One program on the communication stream: everything before it in the stream is visible to who sees the flag."""
-    epoch = tl.load(epoch_address)
+    epoch = tl.load(epoch_word) + counted
     tl.debug_barrier()
     tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["counted"])
+def keep_rows_kernel(
+    packed, kept, table, flag, epoch_word, counted, columns, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """On the communication stream, behind the last chunk: set its flag as above, then copy the rows of each segment (of
+    ``columns`` elements) from where they came to where they stand in rank order, which nothing but the end waits for.
+
+    table: as below; programs of axis 1 have a segment each.
+    """
+    segment = tl.program_id(1)
+    if (tl.program_id(0) == 0) & (segment == 0):
+        epoch = tl.load(epoch_word) + counted
+        tl.debug_barrier()
+        tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
+    row = tl.zeros((), tl.int64) + columns
+    source = packed + tl.load(table + SEGMENTS + segment) * row
+    target = kept + tl.load(table + 2 * SEGMENTS + segment) * row
+    count = tl.load(table + 3 * SEGMENTS + segment) * row
+    for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        offsets = (tl.zeros((), tl.int64) + block) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(target + offsets, tl.load(source + offsets, mask=offsets < count), mask=offsets < count)
 
 
 @triton.jit
@@ -65,10 +88,10 @@ def proxy_fence(FENCE: tl.constexpr):
         tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["tiles", "bound"])
+@triton.jit(do_not_specialize=["counted", "tiles", "bound"])
 def segment_matmul_kernel(
     a, b, c, bias, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-    table, flags, counters, epoch_address, status, tiles, bound,
+    table, flags, counters, epoch_word, counted, status, tiles, bound,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     XCDS: tl.constexpr, NUM_PROGRAMS: tl.constexpr, SEGMENTS: tl.constexpr, ALONG_N: tl.constexpr, WAIT: tl.constexpr,
     SIGNAL: tl.constexpr, PUSH: tl.constexpr, DESCRIPTORS: tl.constexpr, A_TRANSPOSED: tl.constexpr,
@@ -90,7 +113,7 @@ def segment_matmul_kernel(
     compiled, covers reading the shared memory only, not the visibility of what was written, so a flag could overtake
     it.
     """
-    epoch = tl.load(epoch_address)
+    epoch = tl.load(epoch_word) + counted
     if PUSH:
         flags += (epoch & 1) * 2 * SEGMENTS
     starts = tl.load(table + tl.arange(0, SEGMENTS))
@@ -179,21 +202,21 @@ def segment_matmul_kernel(
                 tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["first_flag", "bound", "scale"])
+@triton.jit(do_not_specialize=["counted", "first_flag", "bound", "scale"])
 def sum_kernel(
-    parts, out, flags, counters, epoch_address, status, elements, block_elements, part_stride, slot_stride, first_flag,
-    bound, scale,
+    parts, out, flags, counters, epoch_word, counted, status, elements, block_elements, part_stride, half_stride,
+    first_flag, bound, scale,
     PARTS: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add what ranks have pushed into this one's memory: ``scale * sum over parts``, in their order, in fp32.
 
     Programs of axis 1 have a block of ``block_elements`` each, but for what is beyond ``elements``. A block's PARTS lie
-    ``part_stride`` elements apart, as do the first parts of blocks, and those of odd epochs ``slot_stride`` behind
+    ``part_stride`` elements apart, as do the first parts of blocks, and those of odd epochs ``half_stride`` behind
     those of even ones; part p of block g has come when flag ``first_flag + g + p`` is set. Without COPIES the sum goes
-    to its block of out. With them (and one block) out is a table of addresses, int64 ``[2, COPIES]``: the room for each
-    rank's copy, and its flag, which the last program sets.
+    to its block of out. With them (and one block) out is a table of addresses, int64 ``[2, 2, COPIES]``: by the epoch's
+    parity the room for each rank's copy, and its flag, which the last program sets.
     """
-    epoch = tl.load(epoch_address)
+    epoch = tl.load(epoch_word) + counted
     group = tl.program_id(1)
     first = first_flag + group
     poison = tl.zeros((), tl.float32)
@@ -206,13 +229,16 @@ def sum_kernel(
             patience = 0
     start = group.to(tl.int64) * block_elements
     limit = min(block_elements, elements - start)
-    parts += group.to(tl.int64) * part_stride + (epoch & 1).to(tl.int64) * slot_stride
+    apart = tl.zeros((), tl.int64) + part_stride
+    parts += group * apart + (epoch & 1).to(tl.int64) * half_stride
+    if COPIES:
+        out += (epoch & 1) * 2 * COPIES
     for block in range(tl.program_id(0), tl.cdiv(limit, BLOCK), tl.num_programs(0)):
         offsets = (tl.zeros((), tl.int64) + block) * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < limit
         total = tl.zeros((BLOCK,), tl.float32) + poison
         for part in tl.static_range(PARTS):
-            total += tl.load(parts + part * part_stride + offsets, mask=mask, other=0.0).to(tl.float32)
+            total += tl.load(parts + part * apart + offsets, mask=mask, other=0.0).to(tl.float32)
         total *= scale
         if COPIES:
             for copy in range(COPIES):

@@ -95,14 +95,14 @@ class SegmentedProduct:
         left, right = as_row_major(a.resolve_neg(), b.resolve_neg(), product.layout)
         for tensor, name in ((left, "a"), (right, "b"), (out, "out")):
             check_offsets(tensor, name)
-        described = describable(left, right, out, accumulate=False)
+        described = product.k > 0 and describable(left, right, out, accumulate=False)
         config = self.config
         if config is None:
             config = shrink(default_config(target, a.dtype, uses_descriptors(target, a, described), "fused"), product)
             config = cut_to_fit(config, target, a.dtype)
         if not product.m * product.n:  # no tile will set a flag, and what is sent is empty
             if signals:
-                workspace.flags.copy_(workspace.epoch.expand_as(workspace.flags))
+                workspace.flags.copy_(workspace.epoch.word).add_(workspace.epoch.counted)
             return
         if not config.fits(target, a.dtype):
             raise ValueError(f"fused product {product.name}: configuration '{config.name}' does not fit {target.arch}")
@@ -110,13 +110,13 @@ class SegmentedProduct:
         block, across = (config.block_n, config.block_m) if along_n else (config.block_m, config.block_n)
         tiles = tile_table(workspace.order, block, -(-(product.m if along_n else product.n) // across))
         table, width = workspace.table(tiles)
-        units = target.units if owners is not None else programs_left(self.comm, a.device)
+        units = target.units if owners is not None else programs_left(self.comm, a.device, workspace)
         kernels.segment_matmul_kernel[(max(1, min(tiles.total, units)),)](
             *(operand_descriptors(left, right, config) if descriptors else (left, right)),
             out, out if self.bias is None else self.bias.resolve_neg().contiguous(), product.m, product.n, product.k,
             left.stride(0), left.stride(1), right.stride(0), right.stride(1), out.stride(0), out.stride(1),
-            table, workspace.flags if owners is None else owners, workspace.counters, workspace.epoch, workspace.status,
-            tiles.total, self.comm.spins,
+            table, workspace.flags if owners is None else owners, workspace.counters, *workspace.epoch.parts,
+            workspace.status, tiles.total, self.comm.spins,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
             XCDS=target.xcds, NUM_PROGRAMS=units, SEGMENTS=width, ALONG_N=along_n, WAIT=not signals, SIGNAL=signals,
             PUSH=owners is not None, DESCRIPTORS=descriptors,
@@ -134,7 +134,7 @@ def alignment(order: ChunkOrder) -> int:
     return math.gcd(16, *(number for three in borders for number in three))
 
 
-def programs_left(comm: FusedCommunicator, device: torch.device) -> int:
+def programs_left(comm: FusedCommunicator, device: torch.device, workspace: Workspace | None = None) -> int:
     """Programs of a kernel that waits or signals: all resident at once, beside the communication's thread blocks.
 
     One a multiprocessor, whatever the tile: more would also be put on those that are left to the communication, whose
@@ -144,10 +144,11 @@ def programs_left(comm: FusedCommunicator, device: torch.device) -> int:
         ValueError: Nothing is left. A kernel on all of the device would wait for a collective that cannot start.
     """
     units = devices.target_of(device).units
-    left = units - (comm.reserved_units if device.type == "cuda" else 0)
+    reserved = comm.reserved_units + (comm.flag_units(workspace) if workspace is not None else 0)
+    left = units - (reserved if device.type == "cuda" else 0)
     if left < 1:
         raise ValueError(
-            f"fused product: a kernel that waits leaves {comm.reserved_units} multiprocessors to the communication, "
+            f"fused product: a kernel that waits leaves {reserved} multiprocessors to the communication, "
             f"and {device} has {units}; use strategy='split'"
         )
     return left

@@ -46,7 +46,8 @@ class FusedPlan:
         config: Tiles of ``"signal"`` and ``"push"``; None takes the default.
         multiply: How ``"serial"`` and ``"split"`` multiply (the tuner's choice); None: the vendor library.
         channels: What the collectives of ``"signal"`` are capped at, and the product leaves free; 0: as they come.
-        windows: Gathers of ``"split"`` go from window to window of the library, and take no multiprocessor.
+        windows: Gathers of ``"split"`` and ``"signal"`` go from window to window of the library, and take no
+            multiprocessor.
     """
 
     strategy: str = "serial"
@@ -73,8 +74,8 @@ class FusedPlan:
                 f"which {device} is not here; use 'split'"
             )
 
-        if self.windows and not (self.strategy == "split" and "gather" in operation):
-            raise ValueError(f"{operation}: windows=True is for gathers of strategy='split'; leave it out")
+        if self.windows and not (self.strategy in ("split", "signal") and "gather" in operation):
+            raise ValueError(f"{operation}: windows=True is for gathers of strategy='split' or 'signal'; leave it out")
         if self.strategy == "push":
             why = "is for sums" if "gather" in operation else unreachable(comm, device)
             if why:
@@ -246,21 +247,21 @@ def run_all_gather(
     product = Product(layout, m, n, product.k, a.dtype)
     if way.strategy == "split":
         return out, split_gather(shard, other, out, comm, order, gather, multiply, bias, keep, way.windows)
-    comm = comm.capped(way.channels)
+    comm = comm.windowed() if way.windows else comm.capped(way.channels)
     workspace = comm.workspaces.get("all_gather_matmul " + gather, order, product, a.device)
     workspace.advance()
-    packed = workspace.buffer((comm.size * rows, depth), a.dtype, a.device)
+    packed = workspace.buffer((comm.size * rows, depth), a.dtype, a.device, comm.empty)
     for rows_in_order, span, count in _by_rank(packed, order):
         rows_in_order[comm.rank].copy_(shard[span].unflatten(0, (count, -1)))
-    kept = shard.new_empty((comm.size, rows, depth)) if keep else None
+    kept = shard.new_empty((comm.size * rows, depth)) if keep and order.chunks else None
     comm.fork(a.device)
     for chunk in range(order.chunks):  # the producer of the flags comes first in host order
         ranks = packed[slice(*order.packed(chunk))]
         comm.all_gather(ranks, ranks.chunk(comm.size)[comm.rank])
-        comm.write_flag(workspace, chunk)
-    if kept is not None:  # behind the last flag: nothing waits but the end
-        for rows_in_order, span, count in _by_rank(packed, order):
-            comm.copy(kept[:, span].unflatten(1, (count, -1)), rows_in_order)
+        if kept is None or chunk + 1 < order.chunks:
+            comm.write_flag(workspace, chunk)
+        else:
+            comm.keep(workspace, packed, kept)
     first, second = (packed, other) if gather == "a" else (other, packed)
     try:
         SegmentedProduct(product, workspace, comm, bias, way.config).consume(first, second, out, gather)
@@ -268,7 +269,7 @@ def run_all_gather(
         comm.abandon()
         raise
     comm.join()
-    return out, None if kept is None else kept.view(-1, depth)
+    return out, kept
 
 
 def split_gather(

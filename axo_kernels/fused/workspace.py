@@ -2,26 +2,29 @@
 
     flags     int32[chunks]   the epoch that each chunk has reached; only ever grows (cyclically)
     counters  int32[chunks]   finished tiles of each chunk; back to 0 when the chunk is complete
-    epoch     int32[1]        of the operation that runs now; in device memory, so that a captured graph advances it too
+    epoch     Epoch           of the operation that runs now
     status    int32[4]        (1, flag number, epoch, value seen) once a wait inside a kernel has given up; in pinned
                               host memory, which kernels write to and the host reads for nothing, also while the
                               device's streams stand still
     table     int32[6, S]     the order in tiles, as segment_matmul_kernel reads it
 
-Packed buffers have two slots, taken in turn by the epoch's parity.
+Packed buffers have two slots, taken in turn by the epoch's parity; one, where nothing advances it. What ranks push into
+each other's memory lies in one room of their line (:class:`PeerRoom`), whatever its shape.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from axo_kernels.comm.host_stream import SignalTimeout
-from axo_kernels.fused.chunks import NO_FLAG, ChunkOrder, TileTable, next_epoch, reached
+from axo_kernels.comm.peers import PeerMemory
+from axo_kernels.fused.chunks import NO_FLAG, ChunkOrder, TileTable, next_epoch, reached, wrapped
 
 _NEVER = 2**31 - 1
 _TABLE_ROWS = 6
@@ -35,6 +38,37 @@ def empty_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+class Epoch:
+    """The number of the operation that runs now: what the host has ``counted``, and what stands in the device's
+    ``word``, int32[1]; kernels add the two, in 32 bits.
+
+    The host counts, which takes no launch, until an operation is ``captured``. From then on the device does, so that a
+    replayed graph, in which no Python runs, advances it too.
+    """
+
+    def __init__(self, device: torch.device, first: int = 0) -> None:
+        self.word = torch.zeros(1, dtype=torch.int32, device=device)
+        self.counted = first
+        self.captured = False
+
+    def advance(self) -> None:
+        """Begin the next operation. After 2**31 - 1 comes -2**31."""
+        self.captured |= self.word.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.captured:
+            self.word.add_(1)
+        else:
+            self.counted = next_epoch(self.counted)
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, int]:
+        """As kernels are given it."""
+        return self.word, self.counted
+
+    def read(self) -> int:
+        """The epoch; waits for the device."""
+        return wrapped(self.counted + int(self.word))
+
+
 class Workspace:
     """The device memory of one fused operation at one shape."""
 
@@ -44,29 +78,26 @@ class Workspace:
         words = max(1, order.chunks)
         self.flags = torch.full((words,), first_epoch, dtype=torch.int32, device=device)
         self.counters = torch.zeros(words, dtype=torch.int32, device=device)
-        self.epoch = torch.full((1,), first_epoch, dtype=torch.int32, device=device)
+        self.epoch = Epoch(device, first_epoch)
         self.status = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._told = ctypes.c_int32.from_address(self.status.data_ptr())  # its first word, at 50 ns a look
-        self.turn = 0
-        self.count: int | None = first_epoch  # the epoch while the host knows it: replayed graphs advance it too
+        self.turn, self.turns = 0, False
         self._buffers: dict[Any, torch.Tensor] = {}
         self._tables: dict[Any, torch.Tensor] = {}
 
     def advance(self) -> None:
-        """Begin the next operation: a new epoch, the other slot. Wraps around after 2**31 - 1."""
-        self.epoch.add_(1)
-        if self.count is not None:
-            captured = self.epoch.is_cuda and torch.cuda.is_current_stream_capturing()
-            self.count = None if captured else next_epoch(self.count)
-        self.turn ^= 1
+        """Begin the next operation: a new epoch, the other slot."""
+        self.epoch.advance()
+        self.turn, self.turns = self.turn ^ 1, True
 
     def buffer(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, empty: Empty = empty_buffer
     ) -> torch.Tensor:
-        """Return the packed buffer of this turn, made by ``empty``."""
+        """Return the packed buffer of this turn, made by ``empty``; without turns it is one."""
         if (self.turn, shape, dtype) not in self._buffers:
-            for turn in (0, 1):  # both now: the second call may be inside a capture
-                self._buffers[turn, shape, dtype] = empty(shape, dtype, device)
+            for turn in (0, 1) if self.turns else (0,):  # both now: the second call may be inside a capture
+                if (turn, shape, dtype) not in self._buffers:
+                    self._buffers[turn, shape, dtype] = empty(shape, dtype, device)
         return self._buffers[self.turn, shape, dtype]
 
     def table(self, tiles: TileTable) -> tuple[torch.Tensor, int]:
@@ -92,7 +123,7 @@ class Workspace:
         Raises:
             SignalTimeout: It was not set within ``timeout`` seconds.
         """
-        epoch = int(self.epoch)
+        epoch = self.epoch.read()
         deadline = time.monotonic() + timeout
         pause = 2e-5
         while not reached(int(self.flags[number]), epoch):
@@ -103,7 +134,7 @@ class Workspace:
 
     def write_on_host(self, number: int) -> None:
         """Set a flag to the current epoch from a thread of this process."""
-        self.flags[number] = self.epoch[0]
+        self.flags[number] = self.epoch.read()
 
     def check(self, rank: int, timeout: float) -> None:
         """Raise what a kernel has left in ``status`` so far, and clear it. Waits for nothing.
@@ -166,3 +197,38 @@ class Workspaces:
 
     def all(self) -> Iterator[Workspace]:
         return iter(self._all.values())
+
+
+class PeerRoom:
+    """What the ranks of a line push into, whatever they sum: memory that kernels of all reach, and the epoch in it.
+
+        flags     int32[2 * size]      the epoch of which each rank's part has come, then each rank's sum
+        halves    uint8[2, capacity]   taken in turn by the epoch's parity
+
+    Attributes:
+        capacity: Bytes of a half, a multiple of 256.
+        bases, offset: Where each rank's memory begins, and the halves in it.
+        workspaces: Of the operations that use it, by shape.
+        under_way: What the latest operation has not launched yet.
+    """
+
+    def __init__(self, memory: PeerMemory, size: int, device: torch.device) -> None:
+        self.offset = aligned(8 * size)
+        self.capacity = (memory.mine.numel() - self.offset) // 2
+        self.bases = memory.bases
+        self.flags = memory.mine[: 8 * size].view(torch.int32)
+        self.halves = memory.mine[self.offset :].view(2, self.capacity)
+        self.counters = torch.zeros(size, dtype=torch.int32, device=device)
+        self.epoch = Epoch(device)
+        self.workspaces = Workspaces()
+        self.under_way: Iterator[None] = iter(())
+        self._memory = memory  # mapped while peers may write
+
+    def settle(self) -> None:
+        """Launch the rest of the latest operation: the next one is pushed behind it."""
+        deque(self.under_way, 0)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of 256: loads and stores of 16 bytes a thread, whatever is behind."""
+    return -(-nbytes // 256) * 256

@@ -44,8 +44,12 @@ class Target:
 
     @property
     def xcds(self) -> int:
-        """Parts of an MI300 with an L2 of their own, of 38 compute units each; 1 on other devices."""
-        return max(1, self.units // 38) if self.arch == "gfx942" else 1
+        """Parts of an MI300 or MI350 with an L2 of their own; 1 on other devices, and where the units are not whole
+        parts: a wrong number would scatter what belongs together."""
+        for part, most in _XCDS.get(self.arch, ()):
+            if self.units % part == 0 and self.units <= part * most:
+                return self.units // part
+        return 1
 
     @property
     def hopper(self) -> bool:
@@ -58,6 +62,8 @@ class Target:
         return self.nvidia and int(self.arch[3:]) >= 90
 
 
+# Compute units of an XCD, and how many of these a GPU has: MI300X and MI300A, MI308X; MI350X and MI355X.
+_XCDS = {"gfx942": ((38, 8), (20, 4)), "gfx950": ((32, 8),)}
 # Units and shared memory a program (bytes) from the vendors' documents; a running device reports its own.
 TARGETS = {
     target.arch: target
@@ -67,6 +73,7 @@ TARGETS = {
         Target("sm_100", 148, 232_448),
         Target("gfx90a", 110, 65_536),
         Target("gfx942", 304, 65_536),
+        Target("gfx950", 256, 163_840),
     )
 }
 CPU_TARGET = Target("cpu", 4, 1 << 30)
@@ -144,15 +151,16 @@ class Config:
         """Warps of a program: of Hopper's two groups and, counted as a third, the warp that loads."""
         return self.warps * (3 if self.groups else 1)
 
-    def registers(self, target: Target, itemsize: int, activation: str = "") -> int:
+    def registers(self, target: Target, itemsize: int, activation: str = "", wide_epilogue: bool = False) -> int:
         """Upper bound of the registers of a thread: the sums, and what addresses and operands were seen to take.
 
-        On AMD the error function of ``gelu`` takes many more.
+        On AMD the error function of ``gelu`` takes many more, and so does an epilogue that reads a tile.
         """
         if self.groups:
             return 168  # what the program is launched with; setmaxnreg deals it out anew
         sums = self.block_m * self.block_n // (self.warps * target.warp_size)
-        rest = 192 if itemsize == 4 else 128 if target.nvidia else 288 if activation == "gelu" else 160
+        many = activation == "gelu" or wide_epilogue
+        rest = 192 if itemsize == 4 else 128 if target.nvidia else 288 if many else 160
         return min(255 if target.nvidia else 512, sums + rest)
 
     def occupancy(
@@ -167,7 +175,8 @@ class Config:
         if target.arch == "cpu":
             return 1
         shared = self.shared_bytes(itemsize, target, out_itemsize, wide_epilogue)
-        return resident(target, self.all_warps, self.registers(target, itemsize, activation), shared)
+        registers = self.registers(target, itemsize, activation, wide_epilogue)
+        return resident(target, self.all_warps, registers, shared)
 
     def shared_bytes(
         self, itemsize: int, target: Target, out_itemsize: int | None = None, wide_epilogue: bool = False
@@ -284,9 +293,10 @@ def default_config(target: Target, dtype: torch.dtype, descriptors: bool, purpos
         depth = 16 if target.nvidia and int(target.arch[3:]) >= 90 and not descriptors else 32
         return Config(64, 64, depth, warps=4, stages=3 if target.nvidia else 2, descriptors=descriptors)
     if not target.nvidia:
-        if target.arch == "gfx942" and purpose == "plain":
+        if target.arch in ("gfx942", "gfx950") and purpose == "plain":
             return Config(256, 256, 32, warps=8, stages=2)
-        return Config(128, 128, 32, warps=4, stages=2)
+        # an MI200 waits for its operands behind one product of 16 there, with a stage more behind 8 to 14 (compiled)
+        return Config(128, 128, 32, warps=4, stages=3 if target.arch == "gfx90a" and purpose == "fused" else 2)
     if descriptors:
         if purpose == "wide":
             return Config(128, 128, 64, warps=8, stages=4, descriptors=True, parts=2)

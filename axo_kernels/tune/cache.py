@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2  # 1: fused operations without push among the candidates
 _MOST = 16 << 20  # characters of a file
 
 

@@ -153,7 +153,7 @@ def fused_choices(
 ) -> list[Choice]:
     """Candidates for a fused operation: torch's own, then the collective; what ``choose`` gives for the plain product,
     serial and in chunks, of a gather also in windows; with a few tiles ``signal``, with the collectives at every one of
-    the communicator's ``caps``, and ``push`` of a sum; but for what is ``missing`` (:func:`not_tried`).
+    the communicator's ``caps`` or in windows, and ``push`` of a sum; but for what is ``missing`` (:func:`not_tried`).
 
     Chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out, as on a GPU that has no
     more multiprocessors than it leaves to the communication). In fp8 torch's product is all there is: serial and in
@@ -188,6 +188,8 @@ def fused_choices(
             if "push" not in missing:
                 choices.append(replace(signal, strategy="push"))
             choices += [replace(signal, chunks=chunks, channels=cap) for chunks in counts for cap in fit]
+            if "windows" not in missing:
+                choices += [replace(signal, chunks=chunks, windows=True) for chunks in counts]
     return choices
 
 

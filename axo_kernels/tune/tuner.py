@@ -197,6 +197,7 @@ class Tuner:
             candidates,
             partial(run_fused, operation, gather, ranks, product.layout),
             lambda choice: choice.strategy != "push" or "push" not in missing(),
+            ranks,
         )
 
     # The decision.
@@ -216,6 +217,7 @@ class Tuner:
         list_candidates: Callable[[], list[Choice]],
         run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
         possible: Callable[[Choice], bool] = lambda choice: True,
+        on: FusedCommunicator | None = None,
     ) -> Choice:
         decided = self._choices.get(name)
         if decided is not None:
@@ -233,7 +235,7 @@ class Tuner:
         if choice is not None and not possible(choice):
             choice = None
         if choice is None and self.mode == "first-step":
-            choice = self._measure(name, product, device, list_candidates(), run)
+            choice = self._measure(name, product, device, list_candidates(), run, on)
             if self.comm is None or self.comm.rank == 0:
                 self.cache(device).put({name: choice.to_json()})
         chosen = self._choices[name] = choice or Choice("vendor", product.layout)
@@ -251,6 +253,7 @@ class Tuner:
         device: torch.device,
         choices: list[Choice],
         run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
+        on: FusedCommunicator | None,
     ) -> Choice:
         """Check every candidate against the first (torch's own), time those that are right, return the fastest."""
         self.measured += 1
@@ -264,9 +267,11 @@ class Tuner:
             right = [choices[0]]
             for index, choice in enumerate(choices[1:], 1):
                 self._tell(index, len(choices), f"{name}: {choice.name}")
-                why = self._complaint(choice, product, operands, reference, run, device)
+                why = self._complaint(choice, product, operands, reference, run, device, on)
                 if why:
                     self.left_out.append(LeftOut(name, choice.name, why))
+                    if on is not None:
+                        on.forget_room()  # in which ranks may stand apart now
                 else:
                     right.append(choice)
             self._tell(len(choices), len(choices), f"{name}: times")
@@ -299,23 +304,23 @@ class Tuner:
         reference: torch.Tensor,
         run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
         device: torch.device,
+        on: FusedCommunicator | None = None,
     ) -> str:
-        """Run a candidate once; says why it is not to be timed: it fails, or is wrong, on any rank.
+        """Run a candidate once; says why it is not to be timed: it fails, or is wrong, on any rank. Those that wait for
+        a rank in which it fails do so for their time limit.
 
         Raises:
             RuntimeError: The device has stopped working in it.
         """
-        fused, why = choice.strategy != "serial", ""
+        why = ""
         try:
             why = self._kernel_complaint(choice, product, device)
-            if why and fused:
-                raise ValueError(f"{choice.name}: {why}")
             if not why:
                 error, limit = relative_error(run(choice, operands), reference), _APART_LIMITS[reference.dtype]
+                if on is not None:
+                    on.poll()  # a kernel that gave up tells more than the numbers
                 why = "" if error < limit else f"off by {error:.1e}"
         except Exception as error:
-            if fused:  # the other ranks are inside the same operation: this cannot be survived alone
-                raise
             why = in_a_line(error)
         if why and device.type == "cuda":
             try:

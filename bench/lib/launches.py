@@ -156,11 +156,16 @@ def _pushed(device: torch.device) -> None:
 def _flags(device: torch.device) -> None:
     kernels = devices.signal_kernels()
     assert kernels is not None
-    words = torch.zeros(8, dtype=torch.int32, device=device)
-    kernels.write_flag_kernel[(1,)](words[4:], words, num_warps=1)
-    kernels.wait_flag_kernel[(1,)](words[4:], words, words[1:], 10, 0, num_warps=1)
-    kernels.wait_flag_kernel[(1,)](words[5:], words, words[1:], 10, 1, num_warps=1)
-    kernels.write_flag_kernel[(1,)](words[5:], words, num_warps=1)
+    words = torch.zeros(128, dtype=torch.int32, device=device)
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = torch.zeros(64, dtype=dtype, device=device)
+        kernels.keep_rows_kernel[(1, 1)](
+            rows, rows, words, words[100:], words, 0, 64, SEGMENTS=16, BLOCK=2048, num_warps=4
+        )
+    kernels.write_flag_kernel[(1,)](words[4:], words, 0, num_warps=1)
+    kernels.wait_flag_kernel[(1,)](words[4:], words, 0, words[1:], 10, 0, num_warps=1)
+    kernels.wait_flag_kernel[(1,)](words[5:], words, 0, words[1:], 10, 1, num_warps=1)
+    kernels.write_flag_kernel[(1,)](words[5:], words, 0, num_warps=1)
 
 
 def _hold() -> None:

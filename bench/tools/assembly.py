@@ -6,23 +6,25 @@ import re
 
 from axo_kernels.gemm.tiles import Target
 
-_MATRIX = {
-    "sm_80": "mma.sync",
-    "sm_90": "wgmma.mma_async",
-    "sm_100": "tcgen05.mma",
-    "gfx90a": "v_mfma",
-    "gfx942": "v_mfma",
+_MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}  # AMD: v_mfma
+# The tiles of AMD's matrix instructions at their full rate: of 16 bits, of fp32.
+_TILES = {
+    "gfx90a": (("32x32x8", "16x16x16"), ("32x32x2", "16x16x4")),
+    "gfx942": (("32x32x8", "16x16x16"), ("32x32x2", "16x16x4")),
+    "gfx950": (("32x32x16", "16x16x32"), ("32x32x2", "16x16x4")),
 }
 # A read with acquire at system scope, a release at system scope, in each assembly.
 _ACQUIRE = {
     "nvidia": r"ld\.global\.(sys\.acquire|acquire\.sys)",
     "gfx90a": r"global_(load_dword|atomic_add) .*\bglc\b",
     "gfx942": r"global_(load_dword|atomic_add) .*\bsc0 sc1\b",
+    "gfx950": r"global_(load_dword|atomic_add) .*\bsc0 sc1\b",
 }
 _RELEASE = {
     "nvidia": r"atom\.global\.(sys\.release|release\.sys)\.exch",
     "gfx90a": r"buffer_wbl2",
     "gfx942": r"buffer_wbl2 sc0 sc1",
+    "gfx950": r"buffer_wbl2 sc0 sc1",
 }
 
 
@@ -32,12 +34,15 @@ def complaints(
     """Return instruction counts and what is missing; ``bias_loads``: how many loads of a bias a thread may make."""
     key = "nvidia" if target.nvidia else target.arch
     wrong = []
-    matrix = _MATRIX[target.arch]
+    matrix = _MATRIX.get(target.arch, "v_mfma")
     counts = {name: len(re.findall(re.escape(name), text)) for name in (matrix, *_COPIES[target.nvidia])}
-    multiplies = kernel not in ("flags", "combine", "goldfish", "sum")
+    multiplies = kernel not in ("flags", "combine", "goldfish", "sum", "keep")
     on_units = dtype != "fp32" or precision == "tf32" or not target.nvidia
     if multiplies and on_units and not counts[matrix]:
         wrong.append(f"no {matrix}")
+    if not target.nvidia:
+        slow = set(matrix_tiles(text)) - set(_TILES[target.arch][dtype == "fp32"])
+        wrong += [f"a matrix instruction of {tile}" for tile in sorted(slow)]
     if multiplies and descriptors and not counts["cp.async.bulk.tensor"]:
         wrong.append("no bulk tensor copy")
     if multiplies and target.nvidia and not descriptors and not counts["cp.async."]:
@@ -50,7 +55,7 @@ def complaints(
             wrong.append("no invalidation after the acquire")
         if descriptors and "fence.proxy.async.global" not in text:
             wrong.append("no proxy fence between the acquire and the bulk copies")
-    if kernel in ("signal", "push", "sum") or is_flag_writer:
+    if kernel in ("signal", "push", "sum", "keep") or is_flag_writer:
         if not re.search(_RELEASE[key], text):
             wrong.append("no release at system scope")
         if not target.nvidia and not re.search(r"buffer_wbl2[^\n]*\n(?:[^\n]*\n){0,12}?[^\n]*global_atomic_swap", text):
@@ -108,6 +113,29 @@ def grouped_complaints(sass: str, accumulate: bool) -> list[str]:
     return wrong
 
 
+def matrix_tiles(text: str) -> list[str]:
+    """The tiles (m x n x k) of the matrix instructions of a kernel in PTX or GCN, each once; none of tcgen05's."""
+    nvidia = re.findall(r"\bmma\S*\.m(\d+)n(\d+)k(\d+)\b", text)
+    return sorted({"x".join(tile) for tile in nvidia + re.findall(r"\bv_mfma_f32_(\d+)x(\d+)x(\d+)", text)})
+
+
+def under_way(gcn: str) -> int:
+    """How many products a wave issues between the loads of a step of K from memory and its wait for them: the most in
+    a loop that multiplies, around which the steps go. 0: each step waits for its operands before it multiplies."""
+    most = 0
+    for body in loop_bodies(gcn):
+        events = re.findall(r"\b(?:global|buffer)_load|v_mfma|vmcnt\(\d+\)", body)
+        for index, event in enumerate(events):
+            products = later = 0
+            for other in events[index + 1 :] + events[:index]:
+                if other.startswith("vmcnt") and int(other[6:-1]) <= later:
+                    break  # at most so many loads are under way, and as many have been issued since
+                products += other == "v_mfma"
+                later += other.endswith("load")
+            most = max(most, products if event.endswith("load") else 0)
+    return most
+
+
 def left_in_flight(sass: str) -> int:
     """How many groups of wgmma's products the loops of a kernel leave in flight where they wait for those before.
 
@@ -123,16 +151,9 @@ def instructions(sass: str) -> int:
     return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s", sass, re.M))
 
 
-def loop_bodies(sass: str) -> list[str]:
-    """The innermost loops of a disassembled kernel: from a label to the branch back to it."""
-    lines = sass.splitlines()
-    labels = {
-        match.group(1): index for index, line in enumerate(lines) if (match := re.match(r"\s*(\.L_x_\d+):", line))
-    }
-    spans = []
-    for index, line in enumerate(lines):
-        if (match := re.search(r"\bBRA\b.*?(\.L_x_\d+)", line)) and labels.get(match.group(1), index) < index:
-            spans.append((labels[match.group(1)], index))
+def loop_bodies(text: str) -> list[str]:
+    """The innermost loops of a kernel in SASS or GCN: from a label to the branch back to it."""
+    lines, spans = text.splitlines(), _loops(text)
     inner = [
         span
         for span in spans
@@ -151,11 +172,20 @@ _COPIES = {True: ("cp.async.bulk.tensor", "cp.async."), False: ("global_load", "
 #           part, and a flag for each of two copies
 #   wait    one entry less; what it reports when a wait gives up are three words. On AMD the compiler reads the epoch
 #           once for all threads and stores the three words at once, and the two reads of a flag are loads like others
+#   keep    loads the epoch and three entries of a segment; AMD's, the epoch for all threads at once
 #   combine loads the bias
 #   goldfish (axo/nn) loads 13 windows of two tokens, each of which begins anywhere, and stores two bytes; AMD's, one
 _BESIDE = {
-    True: {"signal": (8, 0), "push": (10, 0), "wait": (7, 3), "combine": (1, 0), "goldfish": (26, 1), "sum": (5, 6)},
-    False: {"signal": (7, 0), "push": (7, 0), "wait": (8, 1), "goldfish": (0, 1), "sum": (4, 2)},
+    True: {
+        "signal": (8, 0),
+        "push": (10, 0),
+        "wait": (7, 3),
+        "combine": (1, 0),
+        "goldfish": (26, 1),
+        "sum": (5, 6),
+        "keep": (4, 0),
+    },
+    False: {"signal": (7, 0), "push": (7, 0), "wait": (8, 1), "goldfish": (0, 1), "sum": (4, 2), "keep": (3, 0)},
 }
 # Orders at system scope: the flag that is raised, once a chunk; where a kernel waits, the reads of a flag before and in
 # the loop, and the report's first word.
@@ -163,8 +193,9 @@ _SYSTEM = {
     "nvidia": r"\.sys\b|\bfence\.sc\b",
     "gfx90a": r"\bbuffer_(?:wbl2|invl2)\b",
     "gfx942": r"\bbuffer_(?:wbl2|inv) sc0 sc1",
+    "gfx950": r"\bbuffer_(?:wbl2|inv) sc0 sc1",
 }
-_ORDERS = {"signal": 1, "push": 1, "wait": 3, "flags": 3, "sum": 8}
+_ORDERS = {"signal": 1, "push": 1, "wait": 3, "flags": 3, "sum": 8, "keep": 1}
 _WIDE = {True: r"\.(?:v4\.b32|v2\.b64)", False: r"_dwordx[24]"}
 _LOAD = {True: r"\bld\.global(?!\.sys)[.\w]*", False: r"\b(?:global|buffer)_load_\w+"}
 _STORE = {True: r"\bst\.global[.\w]*", False: r"\b(?:global|buffer)_store_\w+"}
@@ -194,17 +225,21 @@ def _narrow(every: dict[bool, str], text: str, target: Target) -> int:
 
 
 def spin_loop(text: str, read: str) -> bool:
-    """Say whether a read that matches stands inside a loop: between a label and a branch back to it."""
+    """Say whether a read that matches stands inside a loop."""
+    reads = [index for index, line in enumerate(text.splitlines()) if re.search(read, line)]
+    return any(first < index < last for first, last in _loops(text) for index in reads)
+
+
+_BRANCH = re.compile(r"\b(?:bra(?:\.uni)?\s+|s_cbranch_\w+\s+|s_branch\s+|BRA\b.*?(?=\.L_x_))(\$?[.\w$]+)")
+
+
+def _loops(text: str) -> list[tuple[int, int]]:
+    """The lines of each label and of a branch back to it, in PTX, SASS or GCN."""
     lines = text.splitlines()
     labels = {
         match.group(1): index
         for index, line in enumerate(lines)
         if (match := re.match(r"\s*(\$?[.\w$]+):", line)) and not line.strip().startswith("//")
     }
-    reads = [index for index, line in enumerate(lines) if re.search(read, line)]
-    for index, line in enumerate(lines):
-        match = re.search(r"\b(?:bra(?:\.uni)?|s_cbranch_\w+|s_branch)\s+(\$?[.\w$]+)", line)
-        if match and labels.get(match.group(1), index) < index:
-            if any(labels[match.group(1)] < position < index for position in reads):
-                return True
-    return False
+    branches = [(index, match[1]) for index, line in enumerate(lines) if (match := _BRANCH.search(line))]
+    return [(labels[label], index) for index, label in branches if labels.get(label, index) < index]

@@ -5,9 +5,10 @@
     ... --out FILE --seconds 500                    stop after that time; the same command again goes on from there
     ... --out FILE --table docs/compiled.md         a page of registers, shared memory and programs a multiprocessor
 
-Checked for each: the matrix instructions (mma.sync, wgmma, tcgen05.mma, v_mfma), shared memory within the device's
-limit and within what tiles.py promised, programs a multiprocessor as promised, asynchronous copies, 16-byte accesses,
-in defaults no register spilled, and on Hopper (16 bits) a product in flight while the next is issued; for waiting
+Checked for each: the matrix instructions (mma.sync, wgmma, tcgen05.mma, v_mfma; of AMD's those of the full rate alone),
+shared memory within the device's limit and within what tiles.py promised, programs a multiprocessor as promised,
+asynchronous copies, 16-byte accesses, in defaults no register spilled and no scratch, on Hopper (16 bits) a product in
+flight while the next is issued, on AMD products while the next step's operands are under way; for waiting
 kernels a spin loop that has survived and reads with acquire at system scope; for signalling kernels one release at
 system scope; for the kernel in Gluon what assembly.grouped_complaints says. The divisibility hints are those that the
 JIT derives from aligned tensors; without them one looks at another kernel.
@@ -63,7 +64,15 @@ from axo_kernels.gemm.tiles import (
 from axo_kernels.tune.model_shapes import MODELS, layers
 from bench.lib.arguments import Parser
 from bench.lib.table import read_rows
-from bench.tools.assembly import complaints, grouped_complaints, instructions, left_in_flight, loop_bodies
+from bench.tools.assembly import (
+    complaints,
+    grouped_complaints,
+    instructions,
+    left_in_flight,
+    loop_bodies,
+    matrix_tiles,
+    under_way,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The shapes of --all. Of the papers' layers: ranks along x and y, tokens of a rank; of small products: rows and
@@ -71,7 +80,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CUT, TOKENS = (1, 2, 4, 8), (2048, 16384)
 SMALL, DEPTHS = (16, 128, 512, 1024), (128, 1024, 4096)
 # Kernels without products; their case holds the tile of the kernel that they stand beside, or any.
-_NO_PRODUCTS = ("flags", "combine", "goldfish", "sum")
+_NO_PRODUCTS = ("flags", "combine", "goldfish", "sum", "keep")
 # Cases handed out at a time; between batches the time is looked at.
 _BATCH = 32
 # K-contiguous, M- or N-contiguous: which strides are 1 in each layout
@@ -97,7 +106,8 @@ class Case:
 @dataclass
 class Outcome:
     """What came of it; ``wrong`` is empty when all checks passed. ``loop``: instructions of a warp in a step of K of
-    wgmma's products."""
+    wgmma's products. ``tiles``: those of the matrix instructions. ``under_way``: on AMD, products between the loads of
+    a step and the wait for them."""
 
     name: str
     seconds: float
@@ -106,6 +116,8 @@ class Outcome:
     spilled: int = -1
     occupancy: int = -1
     loop: int = 0
+    under_way: int = 0
+    tiles: str = ""
     instructions: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
@@ -175,6 +187,7 @@ def _of(target: Target, dtype: str, precision: str) -> Iterator[Case]:
             yield Case("accumulate", "TN", dtype, target.arch, accumulating(config))
     if dtype == "bf16":
         yield Case("combine", "", dtype, target.arch, replace(default_config(target, DTYPES[dtype], False), split_k=4))
+        yield Case("keep", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
         yield Case("sum", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
         yield Case("flags", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
         yield Case("goldfish", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
@@ -217,7 +230,12 @@ def compile_case(case: Case) -> Outcome:
         outcome.instructions.update(counts)
         outcome.wrong += wrong
         outcome.registers, outcome.spilled = _resources(kernel, target)
+        outcome.tiles = " ".join(matrix_tiles(text))
         default = case in _defaults() and not plain
+        if not target.nvidia and not plain:
+            outcome.under_way = under_way(text)
+            if default and not outcome.under_way:
+                outcome.wrong.append("each step waits for its operands before it multiplies")
         if case.target == "sm_90" and case.dtype != "fp32" and (case.config.descriptors or default):
             sass = disassembled(kernel)
             outcome.loop = max((instructions(body) for body in loop_bodies(sass) if "HGMMA" in body), default=0)
@@ -261,6 +279,8 @@ def _kernel_names(case: Case) -> tuple[str, ...]:
         return ("wait_flag_kernel", "write_flag_kernel")
     if case.kernel in ("wait", "signal", "push"):
         return ("segment_matmul_kernel",)
+    if case.kernel == "keep":
+        return ("keep_rows_kernel",)
     if case.kernel in ("combine", "goldfish", "sum"):
         return (f"{case.kernel}_kernel",)
     if case.config.groups:
@@ -288,6 +308,7 @@ def _compile(case: Case, kernel_name: str) -> Any:
     constants, types = _arguments(case, kernel_name)
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     unaligned = {"flags", "flag", "counters", "tiles", "bound", "number", "batch", "group_m", "first_flag", "scale"}
+    unaligned |= {"counted"}
     unaligned |= {"k", "ignore_index", "drop_value"}
     attributes = {
         (index,): [["tt.divisibility", 16]]
@@ -295,7 +316,7 @@ def _compile(case: Case, kernel_name: str) -> Any:
         if name in types and name not in unaligned and not types[name].startswith("tensordesc")
     }
     options = {"num_warps": 1 if case.kernel == "flags" else config.warps, "num_stages": config.stages}
-    if case.kernel in ("combine", "goldfish"):
+    if case.kernel in ("combine", "goldfish", "keep"):
         options["num_warps"] = 4
     if case.kernel == "sum":
         options["num_warps"] = 8
@@ -318,10 +339,10 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
     kind = case.dtype
     out = "fp32" if case.kernel in ("accumulate", "split") else kind
     types = dict.fromkeys(("a", "b", "bias", "gate"), f"*{kind}") | {"c": f"*{out}"}
-    types |= dict.fromkeys(("batch", "M", "N", "K", "tiles", "bound", "number", "group_m"), "i32")
+    types |= dict.fromkeys(("batch", "M", "N", "K", "tiles", "bound", "number", "group_m", "counted"), "i32")
     types |= dict.fromkeys((f"stride_{x}" for x in "ab am ak bb bk bn cb cm cs gb gm ps".split()), "i32")
     types["partial"] = "*fp32"
-    types |= dict.fromkeys(("table", "flags", "flag", "counters", "epoch_address", "status"), "*i32")
+    types |= dict.fromkeys(("table", "flags", "flag", "counters", "epoch_word", "status"), "*i32")
     if push:
         types["flags"] = "*i64"
     constants: dict[str, Any] = {"stride_cn": 1}
@@ -362,7 +383,10 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
     if case.kernel == "sum":  # of an all-reduce over two ranks
         constants |= {"PARTS": 2, "COPIES": 2, "BLOCK": 2048}
         types |= {"parts": f"*{kind}", "out": "*i64", "scale": "fp32"}
-        types |= dict.fromkeys(("elements", "block_elements", "part_stride", "slot_stride", "first_flag"), "i32")
+        types |= dict.fromkeys(("elements", "block_elements", "part_stride", "half_stride", "first_flag"), "i32")
+    if case.kernel == "keep":
+        constants["BLOCK"] = 2048
+        types |= {"packed": f"*{kind}", "kept": f"*{kind}", "columns": "i32"}
     if case.kernel == "goldfish":
         from axo.nn import goldfish
 
@@ -391,11 +415,13 @@ def _shown(kernel: Any, tool: str, *options: str) -> str:
 
 
 def _resources(kernel: Any, target: Target) -> tuple[int, int]:
-    """Registers a thread, and bytes (NVIDIA) or registers (AMD) spilled; -1 where it cannot be read."""
+    """Registers a thread, and bytes (NVIDIA) or registers (AMD) spilled; -1 where it cannot be read. What else lies in
+    AMD's scratch memory counts as spilled."""
     if not target.nvidia:
-        text = kernel.asm["amdgcn"]
-        found = [re.search(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count")]
-        return tuple(int(match.group(1)) if match else -1 for match in found)  # type: ignore[return-value]
+        names = ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
+        matches = [re.search(rf"\.{name}:\s+(\d+)", kernel.asm["amdgcn"]) for name in names]
+        registers, spilled, scratch = (int(match.group(1)) if match else -1 for match in matches)
+        return registers, max(spilled, scratch // 4)
     shown = _shown(kernel, "cuobjdump", "--dump-resource-usage")
     found = [re.search(rf"{name}:(\d+)", shown) for name in ("REG", "STACK")]
     return tuple(int(match.group(1)) if match else -1 for match in found)  # type: ignore[return-value]
@@ -481,19 +507,22 @@ def page(matrix: list[Case], found: dict[str, dict[str, Any]]) -> str:
     for (arch, kernel, dtype, config), lines in rows.items():
         most = {name: max(line[name] for line in lines) for name in ("registers", "spilled", "shared")}
         text += f"| {arch} | {kernel} | {dtype} | {config} | {most['registers']} | {most['spilled']} "
-        text += f"| {most['shared'] / 1024:.1f} | {min(line['occupancy'] for line in lines)} |\n"
+        text += f"| {most['shared'] / 1024:.1f} | {min(line['occupancy'] for line in lines)} "
+        text += f"| {' '.join(sorted({line['tiles'] for line in lines}))} "
+        text += f"| {min(line['under_way'] for line in lines) or ''} |\n"
     return text
 
 
 _PAGE = """# What the compiler made of the kernels
 
-For readers who tune tiles: all defaults, compiled for five GPUs without one. Registers are a thread's, spilled
+For readers who tune tiles: all defaults, compiled for six GPUs without one. Registers are a thread's, spilled
 bytes a thread's (registers on AMD), shared memory a program's in KiB; programs are those that one multiprocessor holds
-at once. fp16 is as bf16, but for up to 24 registers on AMD and 4 on NVIDIA. Written by
+at once. Then the tile (m, n, k) of the matrix instruction, and on AMD how many of these a wave issues while the next
+step's operands are under way. fp16 is as bf16, but for up to 24 registers on AMD and 4 on NVIDIA. Written by
 `make compile-defaults ARGS="--out bench/results/compile_matrix_defaults.jsonl --table docs/compiled.md"`.
 
-| GPU | kernel | dtype | configuration | registers | spilled | shared KiB | programs |
-|---|---|---|---|---|---|---|---|
+| GPU | kernel | dtype | configuration | registers | spilled | shared KiB | programs | instruction | under way |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 

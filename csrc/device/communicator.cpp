@@ -45,6 +45,7 @@ class Impl final : public DeviceCommunicator {
   }
   std::shared_ptr<DeviceCommunicator> capped(int max_ctas, const std::string& name) override {
     AXO_CHECK(max_ctas >= 0, "capped: max_ctas", max_ctas, "at least 0");
+    AXO_CHECK(core_->nccl().keeps_caps(), "capped: library", transport(), "nccl: RCCL takes more than it is told");
     AXO_CHECK(max_ctas > 0 || core_->nccl().has_zero_cta(), "capped at no thread block: version",
               core_->nccl().version_text(), "2.28 or newer");
     // It runs beside this one, and the library asks the parent whether a part shares its buffers.

@@ -92,12 +92,12 @@ class DeviceCommunicator : public Communicator {
   // The same ranks as a communicator of its own whose operations take `max_ctas` thread blocks at most: for products
   // that leave just as many multiprocessors free. 0: none where both buffers are windows and the operation is a gather
   // (DeviceOptions::zero_cta); any number elsewhere. Collective. reserved_ctas() does not count it. Throws Error where
-  // split_share is on: both run at once.
+  // split_share is on, since both run at once, and on AMD, whose library keeps to no cap.
   virtual std::shared_ptr<DeviceCommunicator> capped(int max_ctas, const std::string& name) = 0;
 
   virtual int device() const = 0;
   virtual void* stream() const = 0;
-  // Sum of max_ctas, as powers of two, over the live communicators of this rank and device.
+  // Sum of max_ctas, as powers of two, over the live communicators of this rank and device; 0 on AMD.
   virtual int reserved_ctas() const = 0;
   virtual bool shares_buffers() const = 0;  // split_share
   virtual int library_version() const = 0;  // 23203 is 2.32.3

@@ -54,11 +54,11 @@ NcclConfig DeviceCore::config(int cap) const {
   if (options_.min_ctas > 0) config.minCTAs = options_.min_ctas;
   if (cap > 0) config.maxCTAs = cap;
   // The library refuses a least number above the greatest, and takes one that is undefined for INT_MIN.
-  if (cap == 0 && options_.min_ctas > 0) config.maxCTAs = std::max(options_.min_ctas, kNcclMostCtas);
+  if (cap == 0 && options_.min_ctas > 0) config.maxCTAs = std::max(options_.min_ctas, nccl().most_ctas());
   config.splitShare = options_.split_share ? 1 : 0;
   config.commName = options_.name.c_str();
   if (options_.zero_cta && nccl().has_zero_cta()) config.CTAPolicy = kNcclPolicyZeroCta;
-  config.launchOrderImplicit = 1;  // beyond `size` for versions that do not know it
+  if (nccl().orders_launches()) config.launchOrderImplicit = 1;  // beyond `size` for versions that do not know it
   return config;
 }
 
@@ -229,8 +229,8 @@ void DeviceCore::order(GpuStream stream, GpuStream caller, bool after_caller, co
 
 // Transfers take a power of two (paths.cc of NCCL, ncclTopoComputeP2pChannels).
 int DeviceCore::reserved_ctas() const {
-  int ctas = options_.max_ctas > 0 ? 1 : 0;
-  while (ctas < options_.max_ctas) ctas *= 2;
+  int ctas = options_.max_ctas > 0 && nccl().keeps_caps() ? 1 : 0;
+  while (ctas > 0 && ctas < options_.max_ctas) ctas *= 2;
   return ctas;
 }
 

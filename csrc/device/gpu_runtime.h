@@ -127,7 +127,8 @@ class GpuRuntime {
   void relax_capture_rules() const;
 
   // The stream goes on when the 4-byte word has reached `value` (cyclic compare) / writes it. Device addresses.
-  // Not on AMD: HIP's compares plainly, so that a counter that wraps hangs, and only in memory of a special kind.
+  // Not on AMD: HIP's compares plainly, so that a counter that wraps hangs, and it is a kernel of the runtime's that
+  // spins, or, with GPU_STREAMOPS_CP_WAIT, wants memory of a special kind.
   void wait_value(GpuStream stream, const void* address, std::uint32_t value) const;
   void write_value(GpuStream stream, void* address, std::uint32_t value) const;
   bool has_stream_values() const { return wait_value_ != nullptr && write_value_ != nullptr; }

@@ -18,11 +18,13 @@ LibraryCall::LibraryCall(const DeviceCore& core, const Request& request)
     elements_ = {nccl_reduced(name_of(r_.kind), r_.dtype, r_.op), r_.count};
     op_ = nccl_op(r_.dtype, r_.op);
   }
-  several_ = r_.kind == Kind::all_to_all_v || (r_.kind == Kind::gather && api_.Gather == nullptr) ||
-             (r_.kind == Kind::scatter && api_.Scatter == nullptr) ||
-             (r_.kind == Kind::all_to_all && api_.AlltoAll == nullptr);
-  const bool in_place = r_.in == r_.out && (r_.kind == Kind::all_to_all || r_.kind == Kind::all_to_all_v);
-  if (several_ || in_place) by_rank_ = by_rank(r_, core.rank(), core.size());
+  const bool exchanges = r_.kind == Kind::all_to_all || r_.kind == Kind::all_to_all_v;
+  alone_ = core.size() == 1 && (exchanges || r_.kind == Kind::gather || r_.kind == Kind::scatter);
+  several_ = !alone_ && (r_.kind == Kind::all_to_all_v || (r_.kind == Kind::gather && api_.Gather == nullptr) ||
+                         (r_.kind == Kind::scatter && api_.Scatter == nullptr) ||
+                         (r_.kind == Kind::all_to_all && api_.AlltoAll == nullptr));
+  const bool in_place = r_.in == r_.out && exchanges;
+  if (several_ || alone_ || in_place) by_rank_ = by_rank(r_, core.rank(), core.size());
   if (in_place) copied_bytes_ = by_rank_.sent_bytes();
 }
 
@@ -32,6 +34,10 @@ void LibraryCall::before(GpuStream stream) {
     void* copy = core_.gpu().allocate(copied_bytes_, stream);
     core_.gpu().copy(copy, r_.in, copied_bytes_, stream);
     in_ = copy;
+  }
+  if (alone_) {
+    core_.gpu().copy(at(r_.out, by_rank_.recv_offsets[0]), at(in_, by_rank_.send_offsets[0]), by_rank_.send_bytes[0],
+                     stream);
   } else if (several_ && core_.rank() == r_.root) {  // the root's own part
     if (r_.kind == Kind::gather) core_.gpu().copy(at(r_.out, own), r_.in, part_, stream);
     if (r_.kind == Kind::scatter) core_.gpu().copy(r_.out, at(r_.in, own), part_, stream);
@@ -70,7 +76,7 @@ int LibraryCall::call(GpuStream stream) const {
   const int root = r_.root;
   int result = kNcclSuccess;
   for (int p = 0; several_ && p < core_.size() && result == kNcclSuccess; ++p) result = exchange(p, stream);
-  if (several_) return result;
+  if (several_ || alone_) return result;
   switch (r_.kind) {
     case Kind::barrier:  // of one word that is zero on all ranks
       return api_.AllReduce(core_.scratch(), core_.scratch(), 1, kNcclInt32, kNcclMax, comm, stream);

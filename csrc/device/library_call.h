@@ -2,7 +2,8 @@
 //
 // An operation that the library has is one call. gather, scatter and all_to_all of older versions, and all_to_all_v,
 // are sends and receives in one group. In-place exchanges read a copy, since the library cannot exchange parts in
-// place. A scaled sum makes an operator of the library's for itself.
+// place. Of one rank they are a copy, and no call: RCCL 2.27 and 2.28 hang in an exchange (known issue of ROCm 7.2).
+// A scaled sum makes an operator of the library's for itself.
 #pragma once
 
 #include "base/operation.h"
@@ -36,6 +37,7 @@ class LibraryCall {
   const void* in_;                // the request's, or a copy of it on loan from the stream's memory
   std::size_t copied_bytes_ = 0;  // of that copy; 0: none is needed
   bool several_ = false;          // one call for each peer and direction
+  bool alone_ = false;            // parts of one rank
 };
 
 }  // namespace axo

@@ -78,6 +78,7 @@ NcclApi::NcclApi(GpuVendor vendor, DynamicLibrary library) : vendor_(vendor), li
 #undef AXO_NCCL_LOAD
   if (!fn_.AlltoAll) library_.try_load(&fn_.AlltoAll, "ncclAllToAll");  // RCCL's older name
   library_.try_load(&fn_.GetLastError, "ncclGetLastError");
+  if (vendor_ == GpuVendor::hip && version_ >= 22200 && version_ < 22300) setenv("RCCL_MSCCL_ENABLE", "0", 0);
   if (vendor_ == GpuVendor::hip || version_ < 22600) return;
   if (version_ >= 23100) {
     orders_launches_ = true;  // by the configuration

@@ -54,7 +54,8 @@ inline constexpr int kNcclUndefined = INT_MIN;
 inline constexpr int kNcclNoColor = -1;
 inline constexpr int kNcclWindowSymmetric = 1;
 inline constexpr int kNcclPolicyZeroCta = 2;
-inline constexpr int kNcclMostCtas = 64;  // MAXCHANNELS
+// MAXCHANNELS. RCCL's has been 128 and is 256: it takes more than it has for what it has.
+inline constexpr int kNcclMostCtas = 64, kRcclMostCtas = 256;
 inline constexpr int kNcclScalarHostImmediate = 1;
 inline constexpr int kNcclOldest = 21800;       // ncclCommSplit
 inline constexpr int kNcclNewestKnown = 23203;  // the last version whose configuration is declared below
@@ -130,7 +131,8 @@ class NcclApi {
  public:
   // Opens the library that goes with `vendor`'s runtime. NCCL 2.26 to 2.30 take the launch order from the environment,
   // which they read once, at the first communicator of the process: so NCCL_LAUNCH_ORDER_IMPLICIT=1 is set here where
-  // nobody can have made one, since the library was not loaded, and the variable is not set.
+  // nobody can have made one, since the library was not loaded, and the variable is not set. RCCL 2.22's MSCCL may
+  // crash in ncclCommSplit (known issue of ROCm 6.4): RCCL_MSCCL_ENABLE=0 is set where that variable is not.
   static std::shared_ptr<const NcclApi> open(GpuVendor vendor, const std::vector<std::string>& folders = {});
 
   struct Table {
@@ -148,13 +150,18 @@ class NcclApi {
   const std::string& path() const { return library_.path(); }
   const char* transport() const { return vendor_ == GpuVendor::cuda ? "nccl" : "rccl"; }
   int version() const { return version_; }  // 23203 is 2.32.3
+  int most_ctas() const { return vendor_ == GpuVendor::cuda ? kNcclMostCtas : kRcclMostCtas; }
   std::string version_text() const;
   bool has_registration() const { return fn_.CommRegister && fn_.CommDeregister; }
   bool has_windows() const { return fn_.CommWindowRegister && fn_.CommWindowDeregister && fn_.MemAlloc && fn_.MemFree; }
-  // Copy-engine collectives, which take no SM.
-  bool has_zero_cta() const { return version_ >= 22800; }
-  // Whether kernels of different communicators begin in the order of their launches. Never on AMD: RCCL is reported to
-  // hang even when asked for it.
+  // Whether an operation takes no more thread blocks than maxCTAs says. RCCL before 2.30.7 fills its channels up again
+  // behind the limit (ncclTopoPostset), and its direct collectives of eight ranks, from 2.30.4 on, do not ask for it.
+  bool keeps_caps() const { return vendor_ == GpuVendor::cuda; }
+  // Copy-engine collectives, which take no SM. RCCL's, from 2.28.3 on, hang where a graph is replayed, before 2.31.
+  bool has_zero_cta() const { return vendor_ == GpuVendor::cuda && version_ >= 22800; }
+  // Whether kernels of different communicators begin in the order of their launches. Never on AMD: there "implicit"
+  // means one after the other, from 2.28.3 on, without the direct collectives, and three communicators are reported to
+  // hang with it (2.30.4).
   bool orders_launches() const { return orders_launches_; }
 
   // "ncclAllReduce: remote process exited or there was a network error (6): <the library's last message>".

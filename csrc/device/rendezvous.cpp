@@ -116,7 +116,7 @@ std::string Rendezvous::answer(DeviceContext& context) const {
   const auto all = introductions();
   const char* multi = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   const bool shared = context.nccl().version() >= 23000 && multi && std::strcmp(multi, "1") == 0;
-  const bool parts = context.gpu().vendor() == GpuVendor::hip || context.nccl().version() >= 23000;
+  const bool parts = context.nccl().version() >= 23000;
   const std::string wrong = verdict(all, shared, parts);
   if (!wrong.empty()) return "no " + wrong;
   const NcclUniqueId id = new_id(context);

@@ -12,23 +12,36 @@ namespace axo::host {
 namespace {
 
 // The first operation of every communicator: when it is through, all ranks have mapped the segment. `watch` may throw
-// to give up.
+// to give up. What it sees may have come after the operation, as a rank that is through may end, and its store with it:
+// so the operation gets time to end here, too.
 std::shared_ptr<HostCore> start(Membership membership, const Watch& watch) {
   auto core = std::make_shared<HostCore>(std::move(membership));
   core->engine().add(core);
   Request request;
   request.kind = Kind::barrier;
   auto work = std::make_shared<HostWork>(core, request, CallOptions{});
+  std::exception_ptr lost;
   try {
     core->submit(work, true);
     while (!work->is_completed()) {
       try {
         work->synchronize(Milliseconds(100));
       } catch (const Timeout&) {
-        if (!work->is_completed()) watch();
+        if (work->is_completed()) break;
+        if (lost) std::rethrow_exception(lost);
+        try {
+          watch();
+        } catch (const Failure&) {
+          lost = std::current_exception();
+        }
       }
     }
-    work->wait();
+    try {
+      work->wait();
+    } catch (const Error&) {
+      if (lost) std::rethrow_exception(lost);  // it says more
+      throw;
+    }
   } catch (...) {
     if (!work->is_completed()) core->abort({FailureKind::aborted, -1, "given up while its ranks met"});
     core->release();

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -131,6 +131,38 @@ class Grid:
         return list(range(first, first + size * stride, stride))
 
 
+class Holders(NamedTuple):
+    """Which data ranks hold a tensor of which the others have nothing: one expert of several.
+
+    Each run of ``z`` neighbours along z, times ``data`` along data, has one rank that does: its ``place``-th.
+    """
+
+    place: int
+    z: int = 1
+    data: int = 1
+
+    def run(self, axis: str) -> int:
+        """Neighbours along ``axis`` of which one holds it."""
+        return {"z": self.z, "data": self.data}.get(axis, 1)
+
+    def holds(self, coords: Coords) -> bool:
+        """Whether the rank at ``coords`` does."""
+        return coords.z % self.z + self.z * (coords.data % self.data) == self.place
+
+    def among(self, coords: Coords) -> Coords:
+        """Where a rank that holds it stands in the grid of those that do."""
+        return coords._replace(z=coords.z // self.z, data=coords.data // self.data)
+
+    def grid(self, grid: Grid) -> Grid:
+        """Of those ranks alone."""
+        return replace(grid, z=grid.z // self.z, data=grid.data // self.data)
+
+    @property
+    def first(self) -> Coords:
+        """Of the first rank that does."""
+        return Coords(0, 0, self.place % self.z, self.place // self.z)
+
+
 def check_ranks(what: str, grid: Grid, stages: int, ranks: int) -> None:
     """Check that there are as many ranks as ``grid`` has, in each of ``stages`` stages of a pipeline.
 
@@ -148,6 +180,22 @@ def check_ranks(what: str, grid: Grid, stages: int, ranks: int) -> None:
         f"{what}: grid {grid.in_stages(stages)} has {wanted} ranks, but {ranks} were started; start {wanted}, or use"
         f" {instead}"
     )
+
+
+def check_experts(owner: str, grid: Grid, experts: object) -> None:
+    """Refuse a number of ranks over which a grid cannot spread experts.
+
+    Raises:
+        ValueError: Names it, and what would work.
+    """
+    fitting = [
+        n for n in range(1, grid.z * grid.data + 1) if grid.z % n == 0 or (grid.z * grid.data) % n == n % grid.z == 0
+    ]
+    if isinstance(experts, bool) or experts not in fitting:
+        raise ValueError(
+            f"{owner}: experts={experts!r} ranks do not divide z={grid.z} of grid {grid}, nor are they all of z and a"
+            f" part of data={grid.data}; use one of {', '.join(map(str, fitting))}"
+        )
 
 
 def checked_axis(axis: str) -> str:

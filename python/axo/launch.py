@@ -326,7 +326,7 @@ def launch_local(
         )
         gc.collect()  # what earlier launches have left (stores with threads) may end here, but not in a forked rank
         try:
-            with _handled(end, Termination.signals() if terminate else ()):
+            with handled(end, Termination.signals() if terminate else ()):
                 return elastic_launch(config, _rank_main)(reports, function, args)[0]
         except ChildFailedError as error:
             failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -395,7 +395,7 @@ def _check_files() -> None:
 
 
 @contextlib.contextmanager
-def _handled(handler: Callable[[int, Any], None], noted: Iterable[signal.Signals] = ()) -> Iterator[None]:
+def handled(handler: Callable[[int, Any], None], noted: Iterable[signal.Signals] = ()) -> Iterator[None]:
     """Let ``handler`` have the signals that end a launch, or that its ranks note; those who had them get them back.
 
     Torch's launcher tells its ranks which it handles itself, in the environment, which is put back, too.

@@ -27,6 +27,7 @@ from axo.overlap import Overlap, attach
 from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.route import GRAD_REDUCE
 from axo.plans import context as plan_context
+from axo.plans import experts as plan_experts
 from axo.plans.replace import Replacer
 from axo.plans.serial import Serial
 from axo_kernels.fused.fp8 import SCALINGS
@@ -133,6 +134,11 @@ def parallelize(
         if sequence_parallel:
             raise Refused("parallelize: sequence_parallel=True in a context is not supported; leave it out")
     comms.arrange(arrangement)
+    if comms.experts.size > 1:
+        others: dict[str, Any] = {"zero": zero, "sequence_parallel": sequence_parallel, "fp8": fp8}
+        if offload is not None and (offload.optimizer or offload.parameters or offload.activations != "none"):
+            others["offload"] = offload
+        plan_experts.check(model, comms.grid, comms.experts.size, others)
     check_same_model(model, comms)
     serial = Serial(
         model,

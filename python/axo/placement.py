@@ -22,7 +22,7 @@ from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, cast
 
 from axo.errors import Refused
-from axo.grid import AXES, Coords, Grid, checked_axis
+from axo.grid import AXES, Coords, Grid, Holders, checked_axis
 
 if TYPE_CHECKING:
     import torch
@@ -145,6 +145,7 @@ class Placement:
         copies: For each block, how many neighbours along the outer axis hold the same part; None: one each.
         zero: What cuts the optimizer's state of the tensor over data (``axo.optim.zero``); None: nothing does.
         counted: False where an earlier stage of a pipeline holds the same tensor: norms count it there.
+        holders: The data ranks that hold it, among which z cuts it; the others have no row. None: all of them.
 
     Raises:
         ValueError: The description contradicts itself.
@@ -158,6 +159,7 @@ class Placement:
     block_dim: int = 0
     zero: object = field(default=None, compare=False, repr=False)
     counted: bool = field(default=True, compare=False, repr=False)
+    holders: Holders | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -211,8 +213,19 @@ class Placement:
 
     @cached_property
     def axes(self) -> frozenset[str]:
-        """The axes that split any dim; over the others the tensor is replicated."""
+        """The axes along which ranks have different parts; over the others the tensor is replicated."""
+        apart = () if self.holders is None else (axis for axis in ("z", "data") if self.holders.run(axis) > 1)
+        return self.split_axes.union(apart)
+
+    @cached_property
+    def split_axes(self) -> frozenset[str]:
+        """The axes that split any dim."""
         return frozenset(chain.from_iterable(self.splits))
+
+    def is_first_holder(self, coords: Coords) -> bool:
+        """Whether no rank before that at ``coords`` has the same part."""
+        place = coords if self.holders is None else self.holders.among(coords)
+        return all(axis in self.split_axes or not getattr(place, axis) for axis in AXES)
 
     @property
     def state_dim(self) -> int:
@@ -254,9 +267,11 @@ class Placement:
         return self._held_by(comms.grid, comms.coords)
 
     def _held_by(self, grid: Grid, coords: Coords) -> _Held:
-        ranges, shape = [], []
+        ranges, shape, holds = [], [], True
+        if self.holders is not None:
+            holds, grid, coords = self.holders.holds(coords), self.holders.grid(grid), self.holders.among(coords)
         for dim in range(len(self.global_shape)):
-            ranges.append(self._ranges(dim, grid, coords))
+            ranges.append(self._ranges(dim, grid, coords) if holds or dim else [])
             shape.append(_length(ranges[dim]))
         return _Held(tuple(ranges), tuple(shape))
 
@@ -326,8 +341,8 @@ class Placement:
         return self._held(grid, coords).shape
 
     def max_local_shape(self, grid: Grid | None = None) -> tuple[int, ...]:
-        """The largest part of any rank, which is that of the first: what a padded exchange moves."""
-        return self.local_shape(grid, Coords(0, 0, 0, 0))
+        """The largest part of any rank, which is that of the first holder: what a padded exchange moves."""
+        return self.local_shape(grid, Coords(0, 0, 0, 0) if self.holders is None else self.holders.first)
 
     def take(self, full: torch.Tensor, grid: Grid | None = None, coords: Coords | None = None) -> torch.Tensor:
         """Cut the rank's part out of the whole tensor: a view where one is enough, else a copy.

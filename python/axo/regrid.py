@@ -123,10 +123,11 @@ def _check_movable(model: nn.Module, optimizer: Optimizer | None, comms: Communi
         ValueError: Says why.
     """
     state.check_kinds(model, optimizer)
-    shares = comms.context.size > 1
+    shares = comms.context.size > 1 or comms.experts.size > 1
     if comms.stages > 1 or shares or serial.options.get("offload") is not None:
         what = f"{comms.stages} stages" if comms.stages > 1 else "state on a lower tier of memory"
-        what = f"sequences over {comms.context.size} ranks" if shares else what
+        what = f"sequences over {comms.context.size} ranks" if comms.context.size > 1 else what
+        what = f"experts over {comms.experts.size} ranks" if comms.experts.size > 1 else what
         raise ValueError(f"regrid: a model with {what} cannot move in memory; save a checkpoint, and load it there")
     if any(engine.holding or engine.gradients.deferred for engine in engines(model)):
         raise ValueError(

@@ -209,7 +209,14 @@ def unshard_output(layer: ShardedLayer, tensor: torch.Tensor) -> torch.Tensor:
     dim, whole = layer.feature_dim, layer.out_features_whole
     if layer.out_axis is not None and whole is not None and tensor.shape[dim] != whole:
         tensor = gather_features(tensor, layer.comms, layer.out_axis, whole, layer.out_blocks, layer.out_copies, dim)
-    return _GatherRows.apply(tensor, layer.comms) if tensor.dim() > -dim else tensor
+    return gather_rows(tensor, layer.comms) if tensor.dim() > -dim else tensor
+
+
+def gather_rows(tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:
+    """Gather dim 0 over the axes that split rows, of which ranks may hold different numbers; backward takes this
+    rank's rows of the gradient. Every rank must call it."""
+    gathered: torch.Tensor = _GatherRows.apply(tensor, comms)
+    return gathered
 
 
 def gather_features(
@@ -325,8 +332,8 @@ def to_dtensor(parameter: torch.Tensor) -> DTensor:
     Collective on its first use on a grid, when the mesh is made.
 
     Raises:
-        ValueError: It has no placement, its row blocks are split one by one, which no DTensor can say, or it is
-            not on the grid's device.
+        ValueError: It has no placement, some data ranks alone hold it or its row blocks are split one by one, which no
+            DTensor can say, or it is not on the grid's device.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -334,6 +341,8 @@ def to_dtensor(parameter: torch.Tensor) -> DTensor:
     if placement is None or placement.comms is None:
         raise ValueError("to_dtensor: the tensor has no placement on a grid; pass a parameter of a parallel layer")
     comms = placement.comms
+    if placement.holders is not None:
+        raise ValueError("to_dtensor: a weight of an expert that some ranks hold is not a DTensor; use axo.unshard")
     if parameter.device.type != comms.device.type:
         raise ValueError(
             f"to_dtensor: the parameter lies on {parameter.device} and its grid is on {comms.device}, so a DTensor"

@@ -7,7 +7,7 @@ would hold instead. `make compile-defaults` runs the same gates over every defau
 import pytest
 
 from axo_kernels.gemm.tiles import TARGETS
-from bench.tools.assembly import complaints, left_in_flight
+from bench.tools.assembly import complaints, left_in_flight, matrix_tiles, under_way
 
 EPOCH = "ld.global.b32 { %r1 }, [ %rd1 + 0 ];\n"
 WIDE = "@%p1 st.global.v4.b32 [ %rd2 + 0 ], { %r1, %r2, %r3, %r4 };\n"
@@ -69,6 +69,8 @@ WORSE_GCN = [
     ("signal", "buffer_wbl2 sc0 sc1", "buffer_wbl2 sc1", "no release at system scope"),
     ("wait", "buffer_inv", "nothing", "no invalidation after the acquire"),
     ("matmul", "v_mfma", "v_fma", "no v_mfma"),
+    ("matmul", "16x16x16", "4x4x4", "a matrix instruction of 4x4x4"),
+    ("matmul", "16x16x16", "16x16x32", "a matrix instruction of 16x16x32"),  # gfx950's
 ]
 
 
@@ -100,6 +102,28 @@ def test_spills_are_not_the_result():
     marked = f"{spill} ; 4-byte Folded Spill\n{back} ; 4-byte Folded Reload\n"
     assert said(GCN["matmul"] + marked, "matmul", "gfx90a") == []
     assert len(said(f"{GCN['matmul']}{spill}\n{back}\n", "matmul", "gfx90a")) == 2
+
+
+def test_products_while_operands_are_under_way():
+    """Around the loop: behind the loads, before the wait that stands above them. Stores count nothing."""
+    load, product, wait = "global_load_dwordx4 v[0:3], v[4:5], off\n", 3 * "v_mfma_f32_32x32x8_bf16 a\n", "s_waitcnt "
+    for body, expected in (
+        (load + product + wait + "vmcnt(0)\n" + product, 3),
+        (wait + "vmcnt(0)\n" + product + load, 0),
+        (product + wait + "vmcnt(0)\n" + load + product, 6),
+        (load + wait + "lgkmcnt(0)\n" + product + wait + "vmcnt(0) lgkmcnt(0)\n", 3),
+        (load + wait + "vmcnt(0)\n" + product, 0),
+        (load + load + wait + "vmcnt(1)\n" + product + wait + "vmcnt(0)\n", 3),
+        ("buffer_store_dwordx2 v[0:1], v2\n" + product, 0),
+    ):
+        assert under_way(f".LBB0_1:\n{body} s_cbranch_scc1 .LBB0_1\n") == expected, body
+    assert under_way(load + product) == under_way(f".L1:\n{load} s_branch .L1\n") == 0, "no loop that multiplies"
+
+
+def test_tiles_of_matrix_instructions():
+    assert matrix_tiles(PTX["matmul"] + "mma.sync.aligned.m16n8k16.row.col.f32 {") == ["16x8x16", "64x128x16"]
+    assert matrix_tiles(GCN["matmul"] + "v_mfma_f32_32x32x2f32 a[0:15], v0") == ["16x16x16", "32x32x2"]
+    assert matrix_tiles("") == []
 
 
 def test_products_in_flight():

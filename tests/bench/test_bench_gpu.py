@@ -396,7 +396,7 @@ def test_parts_of_the_transport_and_of_the_step_have_their_turns(monkeypatch, tm
     assert calls == [
         (1, "collectives", "graph"), (1, "host time of a call"),
         (2, "collectives", "graph"), (2, "host time of a call"),
-        (2, "signals"), (2, "training"), (2, "abort"), (2, "death"), (4, "torch"),
+        (2, "signals"), (2, "push"), (2, "training"), (2, "abort"), (2, "death"), (4, "torch"),
     ]  # fmt: skip
     names = [f"collectives and graph at {ranks} ranks" for ranks in (1, 2, 4)]
     assert [verdicts[name] for name in names[:2]] == [False, True]

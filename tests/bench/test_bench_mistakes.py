@@ -18,6 +18,7 @@ from bench.tools import bare_run
 # A bench, the options that are wrong, and what the line says. Where there is no GPU, some want one before all else.
 MISTAKES = {
     "collectives": ("--sizes 1Q", "size '1Q' is not a number of bytes; write 4096, 64K, 1M or 1G"),
+    "context": ("--tokens 0", "--tokens, --rounds and --limit are above 0"),
     "curves": ("--grids 7", "grid '7' is not of the form XxYxZxDATA"),
     "device": ("--bogus", "unrecognized arguments: --bogus"),
     "exam": ("--bogus", "unrecognized arguments: --bogus"),

@@ -4,12 +4,14 @@ What one start leaves in a store, the next one does not read. Ranks are threads 
 tests/integrations/litgpt/test_kills.py does it with torchrun.
 """
 
+import itertools
 import os
 import re
 import resource
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -260,6 +262,18 @@ def test_of_4096_ranks_each_asks_for_one_key_at_a_look():
     assert waiting.result() == texts == [{own: "it", own + 1: "last"}.get(rank, str(rank)) for rank in range(ranks)]
     assert counting.keys < ranks + counting.calls + 300  # all once; those near this one, who are looked after
     assert counting.calls < 200
+
+
+@pytest.mark.parametrize(("ranks", "most_looks"), [(8, 150), (4096, 22)])
+def test_a_look_is_a_thirtieth_late_and_the_looks_of_many_ranks_are_few(ranks, most_looks, monkeypatch):
+    """In the first second, by a clock that only pauses move."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(rendezvous, "time", clock)
+    looks = list(itertools.takewhile(lambda waited: waited < 1, rendezvous._looks(ranks)))
+    assert len(looks) <= most_looks
+    late = [after - before - before / 32 for before, after in itertools.pairwise(looks)]
+    assert max(late) <= (0.001001 if ranks == 8 else 0.0501)
 
 
 def test_a_store_that_is_gone_is_one_error():

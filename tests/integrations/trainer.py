@@ -19,6 +19,8 @@ TEXT = "".join(f"line {i}: {i * i} lazy dogs jump over {i} quick brown foxes\n" 
 STEPS = 10
 # What a test asks of Axo, not of LitGPT.
 ASKED = (
+    "context",
+    "context_kind",
     "goldfish",
     "sharded",
     "vocab_loss",
@@ -218,7 +220,8 @@ def masked_loss(k, h):
 
 
 def _data_ranks(grid, options):
-    return arrangement_of("test", options.get("algorithm", "axonn")).row_parts(Grid.parse(grid or "1x1x1x1"))
+    parts = arrangement_of("test", options.get("algorithm", "axonn")).row_parts(Grid.parse(grid or "1x1x1x1"))
+    return parts // options.get("context", 1)
 
 
 def _run(start, name, grid, **asked):

@@ -29,6 +29,7 @@ from tests.nn.support import (
 FIELDS = {**LLAMA, "mlp_class_name": "LLaMAMoE", "n_expert_per_token": 2}
 CASES = {
     "mixtral": {**FIELDS, "n_expert": 5, "moe_intermediate_size": 24},
+    "olmoe": {**FIELDS, "n_expert": 8, "moe_intermediate_size": 20, "norm_qk": True, "norm_qk_type": "olmo2"},
     # DeepSeek's: the first block dense, a shared expert, groups of experts, scaled
     "grouped": {**FIELDS, "n_expert": 8, "n_expert_groups": 4, "n_topk_groups": 2, "n_topk_scores_per_group": 2,
                 "moe_intermediate_size": 16, "n_shared_expert": 2, "first_k_dense_replace": 1, "norm_topk_prob": True,

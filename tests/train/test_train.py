@@ -29,6 +29,7 @@ from tests.train.test_data import byte_tokenizer
 
 TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(400))
 SMALL = {"n_layer": 2, "n_embd": 64, "intermediate_size": 128, "n_head": 8, "n_query_groups": 4, "block_size": 64}
+MIXTURE = {"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "moe_intermediate_size": 32}
 NEOX = {
     "name": "small-neox", "block_size": 64, "n_layer": 2, "n_embd": 64, "n_head": 8, "vocab_size": 250,
     "padded_vocab_size": 256, "rotary_percentage": 0.25, "parallel_residual": True, "bias": True,
@@ -114,6 +115,16 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
         ),
         ({"context": 2, "grid": Grid(2, 1, 2, 1), "sequence_parallel": True}, r"sequence-parallel with context=2 is"),
         ({"context": 2, "grid": Grid(1, 1, 4, 1), "batch_size": 5}, r"do not divide over z\*data/context=2"),
+        ({"experts": 3, "grid": Grid(1, 1, 4, 1)}, r"train: experts=3 ranks do not divide z=4 of grid 1x1x4x1"),
+        ({"experts": 2, "grid": Grid(1, 1, 2, 1)}, r"experts=2 is of models that have experts"),
+        (
+            {"experts": 4, "grid": Grid(1, 1, 2, 2), "zero": 1, "model_overrides": SMALL | MIXTURE},
+            r"experts=4, more than z=2, with zero=1 is not supported",
+        ),
+        (
+            {"experts": 2, "grid": Grid(1, 1, 2, 1), "pipeline": 2, "model_overrides": SMALL | MIXTURE},
+            r"train: pipeline=2 with experts=2 is not supported",
+        ),
         ({"tokenizer": "/nowhere/tokenizer.json"}, r"tokenizer: /nowhere/tokenizer.json does not exist"),
         ({"recompute": True, "recompute_keeps": "all"}, r"recompute-keeps='all' is not one of nothing, products"),
         ({"recompute_keeps": "products"}, r"recompute-keeps=products says what --recompute keeps; say that too"),
@@ -329,11 +340,12 @@ def test_recomputation_that_keeps_products_repeats_none(text: str) -> None:
 
 
 def train_on_rank(config: TrainConfig) -> tuple[list[float], list[float]]:
-    comms = axo.connect(config.grid, context=config.context)
+    comms = axo.connect(config.grid, context=config.context, experts=config.experts)
     batches = open_batches(config)
     trainer = Trainer(config, comms, batches)
     steps = [trainer.step(index) for index in range(config.steps)]
     comms.close()
+    assert all((step.balance or 0) >= 1 if config.experts > 1 else step.balance is None for step in steps)
     return [step.loss for step in steps], [step.grad_norm for step in steps]
 
 
@@ -352,6 +364,8 @@ def train_on_rank(config: TrainConfig) -> tuple[list[float], list[float]]:
         ("1x1x4x1", {"context": 2, "context_kind": "heads", "accumulate": 2}),
         ("2x2x1x1", {"chunked_loss": True, "model_overrides": SMALL | {"final_logit_softcapping": 2.0}}),
         ("2x1x2x1", {"chunked_loss": True, "context": 2, "goldfish_k": 3, "accumulate": 2, "recompute": True}),
+        ("1x1x2x2", {"experts": 4, "accumulate": 2, "recompute": True, "model_overrides": SMALL | MIXTURE}),
+        ("2x1x2x1", {"experts": 2, "chunked_loss": True, "zero": 1, "model_overrides": SMALL | MIXTURE}),
     ],
     ids=str,
 )

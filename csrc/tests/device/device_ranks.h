@@ -103,6 +103,13 @@ struct Rank {
   }
 };
 
+// The same ranks with a cap. RCCL keeps to none, and Axo says so; there they go without.
+inline Comm capped(const Comm& comm, int max_ctas, const std::string& name) {
+  if (!is_hip()) return comm->capped(max_ctas, name);
+  CHECK_THROWS(axo::Error, "capped: library: got rccl, expected nccl", comm->capped(max_ctas, name));
+  return std::dynamic_pointer_cast<axo::DeviceCommunicator>(comm->split(0, comm->rank(), name));
+}
+
 // Runs fn on n threads; the first exception is thrown here, and so is a broken rule of the library.
 void ranks(int n, const std::function<void(Rank&)>& fn);
 

@@ -38,7 +38,7 @@ bool refuses_threads() { return the_last_thread_is_made; }
 std::vector<int> versions() {
   std::vector<int> all = {21801, 21903, 22005, 22105, 22203, 22304, 22403, 22501,
                           22602, 22703, 22803, 22809, 22907, 23004, 23102, 23203};
-  const int own = is_old() ? 22105 : is_hip() ? 22703 : 23203;
+  const int own = is_old() ? 22105 : is_hip() ? 23102 : 23203;
   all.erase(std::find_if(all.begin(), all.end(), [&](int version) { return version > own; }), all.end());
   return all;
 }
@@ -114,7 +114,8 @@ void* __wrap_dlsym(void* library, const char* name) {
                                                    {"ncclScatter", 22800}};
   const int version = standin::settings().nccl_version;
   const auto found = since.find(name);
-  const bool own = device::is_hip() && (found != since.end() && found->second == 22800);  // RCCL has had them for long
+  // RCCL has had these for long, one of them by an older name.
+  const bool own = device::is_hip() && found != since.end() && found->second == 22800 && found->first != "ncclAlltoAll";
   if (version && found != since.end() && version < found->second && !own) return nullptr;
   return __real_dlsym(library, name);
 }

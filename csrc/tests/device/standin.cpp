@@ -18,6 +18,9 @@ struct Graph {
   unsigned long long id = 0;
   std::vector<Item> items;
   std::set<Stream*> members;
+  const Stream* origin = nullptr;
+  std::map<const Stream*, const Stream*> parents;           // as HIP keeps them: whose event a stream waited for last
+  std::map<const Stream*, std::set<const Stream*>> forked;  // and which streams have ever waited for its own
   std::vector<std::function<void()>> at_end;
 };
 
@@ -190,8 +193,25 @@ int record(Event& event, Stream& stream) {
   event.recorded = true;
   event.graph = stream.graph;
   event.tails = stream.tails;
+  event.stream = &stream;
   event.node = stream.graph ? nullptr : stream.last;
   return 0;
+}
+
+bool forks_in_a_circle(const Stream& waiting, const Event& event) {
+  Lock hold(world().mutex);
+  Graph* const graph = event.graph.get();
+  if (!graph || graph->origin == &waiting || graph->parents[event.stream] == &waiting) return false;
+  graph->parents[&waiting] = event.stream;
+  graph->forked[event.stream].insert(&waiting);
+  std::set<const Stream*> below = {&waiting};
+  for (std::size_t before = 0; before != below.size();) {
+    before = below.size();
+    for (const Stream* each : std::set<const Stream*>(below)) {
+      below.insert(graph->forked[each].begin(), graph->forked[each].end());
+    }
+  }
+  return graph->forked[&waiting].count(&waiting) > 0 || below.count(event.stream) > 0;
 }
 
 int wait(Stream& stream, Event& event) {
@@ -354,6 +374,7 @@ void begin_capture(void* stream) {
   s.graph = std::make_shared<Graph>();
   s.graph->id = world().next_graph++;
   s.graph->members.insert(&s);
+  s.graph->origin = &s;
   s.tails.clear();
   ++world().captures;
 }

@@ -53,6 +53,7 @@ struct Event {
   bool recorded = false;
   std::shared_ptr<Graph> graph;
   std::vector<int> tails;
+  const Stream* stream = nullptr;  // that recorded it
 };
 
 // Null: the default stream of the current device. Throws nothing; a dead handle gives null.
@@ -70,6 +71,8 @@ void* create_event(bool timing);
 bool destroy_event(void* handle);
 int record(Event& event, Stream& stream);  // runtime error codes
 int wait(Stream& stream, Event& event);
+// Whether HIP's end of the capture, which goes down from stream to stream that waited for it, would not end.
+bool forks_in_a_circle(const Stream& waiting, const Event& event);
 int wait_value(void* stream, const void* address, std::uint32_t value);  // cyclic
 int device_uuid(unsigned char* bytes, int device);
 int write_value(void* stream, void* address, std::uint32_t value);

@@ -8,6 +8,8 @@
 // once and fill the caller's slot later from a thread; from 2.23 on every launch makes a thread; before 2.24 a lone
 // send or recv says success before its kernel is on the stream. Where the launch order is implicit a kernel begins
 // after every one that was launched before it on its device has begun.
+// RCCL 2.20 to 2.31 (ROCm 6.2 to 10; likewise read) does as NCCL of its number does, but for this: the implicit order,
+// from 2.28.3 on, is one operation after the other; an exchange of one rank hangs in 2.27 and 2.28.
 #include <unistd.h>
 
 #include <atomic>
@@ -27,7 +29,7 @@
 #ifdef AXO_STANDIN_OLD
 constexpr int kOwnVersion = 22105;
 #elif defined(AXO_STANDIN_HIP)
-constexpr int kOwnVersion = 22703;
+constexpr int kOwnVersion = 23102;
 #else
 constexpr int kOwnVersion = 23203;
 #endif
@@ -355,11 +357,9 @@ int launch(const std::vector<std::tuple<Comm*, void*, Call>>& calls, Hold& hold)
       if (result != axo::kNcclSuccess) return result;
     }
     polls = 0;
-#ifndef AXO_STANDIN_HIP
   } else if (version() >= 22300) {
     standin::count_launch_thread();
     polls = std::max(polls, 1);
-#endif
   } else if (version() < 22400 && lone_message) {
     polls = std::max(polls, 2);
   }
@@ -388,6 +388,11 @@ int issue(Comm* comm, void* stream, Call call, Hold& hold) {
     if (factor == comm->factors.end()) return axo::kNcclInvalidArgument;
     call.factor = factor->second;
   }
+#ifdef AXO_STANDIN_HIP
+  const bool parts = call.kind >= Kind::send;
+  if (parts && version() >= 22700 && version() < 22900 && alive(comm) && comm->clique->size == 1)
+    standin::violation("RCCL 2.27 and 2.28 hang in an exchange of one rank");
+#endif
   if (group().depth > 0) {
     group().calls.emplace_back(comm, stream, call);
     return axo::kNcclSuccess;
@@ -400,6 +405,10 @@ bool valid(const NcclConfig* config) {
   static const std::map<int, std::size_t> kBytes = {{21800, 48}, {22600, 48}, {22700, 72},  {22800, 80},
                                                     {22900, 88}, {23000, 96}, {23100, 112}, {23200, 120}};
   const int minor = std::min(version(), 23203) / 100 * 100;
+#ifdef AXO_STANDIN_HIP
+  if (minor >= 23100 && config->launchOrderImplicit != axo::kNcclUndefined)
+    standin::violation("RCCL is asked for an order that runs one operation after the other");
+#endif
   return config && config->magic == 0xcafebeef && config->size == std::prev(kBytes.upper_bound(minor))->second &&
          static_cast<int>(config->version) == std::min(version(), 23203) &&
          (config->blocking == 0 || config->blocking == 1) &&
@@ -444,16 +453,17 @@ int ncclRecv(void* data, std::size_t count, int type, int peer, void* comm, void
   return issue(static_cast<Comm*>(comm), stream, {Kind::recv, nullptr, data, count, type, 0, peer}, hold);
 }
 #ifndef AXO_STANDIN_OLD
-#ifdef AXO_STANDIN_HIP
-#define ALL_TO_ALL ncclAllToAll
-#else
-#define ALL_TO_ALL ncclAlltoAll
-#endif
-int ALL_TO_ALL(const void* in, void* out, std::size_t count, int type, void* comm, void* stream) {
+int ncclAlltoAll(const void* in, void* out, std::size_t count, int type, void* comm, void* stream) {
   ENTER("ncclAlltoAll", " count=%zu type=%d", count, type);
   if (in == out && count) return axo::kNcclInvalidArgument;
   return issue(static_cast<Comm*>(comm), stream, {Kind::all_to_all, in, out, count, type, 0, 0}, hold);
 }
+#ifdef AXO_STANDIN_HIP
+int ncclAllToAll(const void* in, void* out, std::size_t count, int type, void* comm, void* stream) {
+  if (version() >= 22800) standin::violation("RCCL warns of its older name for ncclAlltoAll, at every call");
+  return ncclAlltoAll(in, out, count, type, comm, stream);
+}
+#endif
 int ncclGather(const void* in, void* out, std::size_t count, int type, int root, void* comm, void* stream) {
   ENTER("ncclGather", " count=%zu type=%d root=%d", count, type, root);
   return issue(static_cast<Comm*>(comm), stream, {Kind::gather, in, out, count, type, 0, root}, hold);

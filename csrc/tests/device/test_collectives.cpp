@@ -109,6 +109,30 @@ TEST(collectives_on_the_callers_stream) {
   CHECK_EQ(standin::aborts(), 0);
 }
 
+// All versions: parts of one rank are a copy, and ask nothing of the library.
+TEST(exchanges_of_one_rank) {
+  for (int version : versions()) {
+    standin::settings().nccl_version = version;
+    ranks(1, [](Rank& me) {
+      Comm comm = me.connect();
+      const auto o = me.on_stream();
+      Values in = {1, 2, 3, 4}, out(4, -1);
+      standin::clear_calls();
+      comm->all_to_all_v(in.data(), {3}, {1}, out.data(), {3}, {0}, DType::float32, o)->wait();
+      standin::synchronize(me.stream);
+      CHECK(out == Values({2, 3, 4, -1}));
+      comm->all_to_all_v(in.data(), {3}, {0}, in.data(), {3}, {1}, DType::float32, o)->wait();
+      comm->all_to_all(in.data(), out.data(), 4, DType::float32, o)->wait();
+      standin::synchronize(me.stream);
+      CHECK(in == Values({1, 1, 2, 3}) && out == in);
+      for (const auto& call : standin::calls()) {
+        CHECK(call.rfind("nccl", 0) != 0 || call == "ncclCommGetAsyncError");
+      }
+      comm->shutdown();
+    });
+  }
+}
+
 TEST(empty_tensors) {
   ranks(2, [](Rank& me) {
     Comm comm = me.connect();

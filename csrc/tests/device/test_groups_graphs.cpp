@@ -165,6 +165,41 @@ TEST(one_graph_holds_all_communicators) {
   });
 }
 
+// hipStreamEndCapture walks from each stream to those that waited for it, and back if they may: with a stream beside
+// the capturing one, that issues, and that waits for what the other has issued. Else Axo's stream leads nowhere.
+TEST(streams_of_a_capture_that_form_a_circle_on_amd) {
+  for (const bool circle : {false, true}) {
+    const auto capture = [&](Rank& me) {
+      Comm comm = me.connect();
+      float x = 1;
+      void *beside = standin::create_stream(0), *event = standin::create_event(false);
+      CallOptions on_beside;
+      on_beside.stream = beside;
+      standin::begin_capture(me.stream);
+      comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream())->wait();
+      standin::record(*standin::event_of(event), *standin::stream_of(me.stream));
+      standin::wait(*standin::stream_of(beside), *standin::event_of(event));
+      auto first = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, on_beside);
+      auto second = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
+      if (circle) second->wait_on(beside);
+      first->wait_on(me.stream);
+      second->wait();
+      standin::kernel(beside, [] {});
+      std::shared_ptr<standin::Graph> graph;
+      standin::end_capture(me.stream, graph);
+      graph.reset();
+      comm->shutdown();
+      standin::destroy_event(event);
+      standin::destroy_stream(beside);
+    };
+    if (circle && is_hip()) {
+      CHECK_THROWS(check::Failed, "form a circle", ranks(1, capture));
+    } else {
+      ranks(1, capture);
+    }
+  }
+}
+
 TEST(a_work_that_was_not_waited_for_spoils_the_capture) {
   ranks(1, [](Rank& me) {
     Comm comm = me.connect();

@@ -192,6 +192,23 @@ TEST(the_launch_order_of_a_library_that_axo_loads) {
   });
 }
 
+// RCCL 2.22, of ROCm 6.4, may crash in a split with its MSCCL, which the user may still ask for.
+TEST(msccl_of_the_rccl_that_crashes_with_it) {
+  const auto vendor = is_hip() ? axo::GpuVendor::hip : axo::GpuVendor::cuda;
+  for (int version : versions()) {
+    for (const char* given : {"", "1"}) {
+      ::unsetenv("RCCL_MSCCL_ENABLE");
+      if (*given) ::setenv("RCCL_MSCCL_ENABLE", given, 1);
+      standin::settings().nccl_version = version;
+      axo::NcclApi::open(vendor, {folder()});
+      const char* found = std::getenv("RCCL_MSCCL_ENABLE");
+      const bool crashes = is_hip() && version / 100 == 222;
+      CHECK_EQ(std::string(found ? found : ""), *given ? given : crashes ? "0" : "");
+    }
+  }
+  ::unsetenv("RCCL_MSCCL_ENABLE");
+}
+
 TEST(a_library_that_cannot_tell_its_version) {
   in_a_process([] {
     standin::fail("ncclGetVersion", axo::kNcclSystemError);

@@ -190,7 +190,7 @@ TEST(no_launch_makes_a_thread) {
     Meet both(2);
     ranks(2, [&](Rank& me) {
       Comm a = me.connect("a"), b = me.connect("b");
-      auto capped = a->capped(4, "capped");
+      Comm four = capped(a, 4, "four");
       float x = 1, y = 1;
       std::uint32_t flag = 0;
       both.here();  // both ranks' communicators are there
@@ -208,7 +208,7 @@ TEST(no_launch_makes_a_thread) {
           if (me.rank == 0) a->send(&x, 1, f32, 1, 0, how)->wait();
           if (me.rank == 1) a->recv(&y, 1, f32, 0, 0, how)->wait();
         });
-        none("a capped sum", [&] { capped->all_reduce(&x, &x, 1, f32, ReduceOp::max, how)->wait(); });
+        none("a capped sum", [&] { four->all_reduce(&x, &x, 1, f32, ReduceOp::max, how)->wait(); });
         none("a barrier", [&] { a->barrier(how)->wait(); });
       }
       none("a group", [&] {
@@ -221,18 +221,18 @@ TEST(no_launch_makes_a_thread) {
       none("a chunk after its flag", [&] {
         CallOptions by_flag = me.on_stream();
         by_flag.after_caller = false;
-        capped->follow(me.stream);
+        four->follow(me.stream);
         standin::kernel(me.stream, [&] { flag = 1; });
-        if (me.context->gpu().has_stream_values()) capped->wait_flag(&flag, 1);
-        capped->all_reduce(&x, &x, 1, f32, ReduceOp::max, by_flag)->wait();
-        if (me.context->gpu().has_stream_values()) capped->write_flag(&flag, 2);
+        if (me.context->gpu().has_stream_values()) four->wait_flag(&flag, 1);
+        four->all_reduce(&x, &x, 1, f32, ReduceOp::max, by_flag)->wait();
+        if (me.context->gpu().has_stream_values()) four->write_flag(&flag, 2);
       });
       none("a host that waits", [&] {
         a->all_reduce(&x, &x, 1, f32, ReduceOp::max, me.on_stream())->synchronize(kPatience);
         standin::synchronize(me.stream);
       });
-      standin::synchronize(capped->stream());
-      for (const Comm& comm : {capped, a, b}) comm->shutdown();
+      standin::synchronize(four->stream());
+      for (const Comm& comm : {four, a, b}) comm->shutdown();
     });
     CHECK_EQ(standin::launch_threads(), 0);
   }

@@ -48,8 +48,8 @@ TEST(without_blocking_the_library_answers_early) {
     standin::reset();
     standin::settings().nccl_version = version;
     // The thread of a launch, since 2.23; a lone transfer that is called done too early, before 2.24; a window that
-    // comes late, since 2.28.9. RCCL has the second alone.
-    const bool threads = !is_hip() && version >= 22300, late_window = !is_hip() && version >= 22809;
+    // comes late, since 2.28.9.
+    const bool threads = version >= 22300, late_window = version >= 22809;
     const Launched usual = threads ? Launched{axo::kNcclInProgress, false} : Launched{axo::kNcclSuccess, true};
     const Launched lone = version < 22400 ? Launched{axo::kNcclSuccess, false} : usual;
     axo::NcclUniqueId id{};

@@ -25,6 +25,43 @@ TEST(left_peer_is_named) {
   });
 }
 
+// Rank 1 hears that the store has gone while rank 2 is about to begin with the first operation, or to give up.
+TEST(a_store_that_leaves_after_the_ranks_have_met_ends_nothing) {
+  const auto until = [](const std::function<bool()>& is) {
+    while (!is()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  for (bool comes : {true, false}) {
+    ranks::TableStore store;
+    std::atomic<int> waiting{0}, served{0}, gone{0};
+    ranks::threads(3, [&](int rank) {
+      ranks::Meeting meeting(store, "world", rank, 3, Milliseconds(60000));
+      bool first = true;
+      const auto watch = [&] {
+        if (rank != 0 && first) waiting.fetch_add(1);  // for rank 0, which does not lead yet
+        if (rank == 2 && first) until([&] { return gone.load() > 0; });
+        if (rank == 2 && !comes) throw Failure{FailureKind::peer_lost, 2, "rank 2 gave up"};
+        if (rank == 0) served.store(1);  // both have greeted it before, so it waits in the first operation
+        if (rank == 1 && served.load() > 0) {
+          gone.store(1);
+          throw Failure{FailureKind::peer_lost, 0, "the store has gone"};
+        }
+        first = false;
+      };
+      if (rank == 0) until([&] { return waiting.load() == 2; });
+      const auto meet = [&] {
+        return create_host_communicator(meeting.leader(), meeting.address(0), rank, 3, HostOptions{}, watch);
+      };
+      if (comes) {
+        meet()->barrier(ranks::blocking());
+      } else if (rank == 1) {
+        CHECK_THROWS(PeerLost, "the store has gone", meet());
+      } else {
+        CHECK_THROWS(Error, "", meet());
+      }
+    });
+  }
+}
+
 TEST(mismatch_is_named_on_every_rank) {
   struct Case {
     const char* text;

@@ -3,8 +3,9 @@
     config.json                          and generation_config.json, if the model has one
     model.safetensors                    or model-00001-of-00003.safetensors, ..., with model.safetensors.index.json
 
-Each tensor in turn is gathered on all ranks, and rank 0 writes it; no rank holds more than one whole tensor. A tensor
-with several names (a tied head) is written under the first, as Hugging Face does.
+Each tensor in turn is gathered on all ranks, and rank 0 writes it: the others hold one whole tensor at a time, rank 0
+those of the file that it writes. A tensor with several names (a tied head) is written under the first, as Hugging Face
+does.
 
 Not here: LitGPT's models, which have no such configuration (``axo consolidate``, then ``litgpt convert_from_litgpt``).
 """

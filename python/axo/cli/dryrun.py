@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from axo.dryrun import Record
 
 _OF_A_STEP = (
-    *("model", "model_overrides", "grid", "algorithm", "pipeline", "schedule", "cuts", "sequence_parallel", "seq_len"),
-    *("accumulate", "precision", "recompute", "recompute_keeps", "zero", "overlap", "gather_cache"),
+    *("model", "model_overrides", "grid", "algorithm", "pipeline", "schedule", "cuts", "sequence_parallel", "context"),
+    *("context_kind", "seq_len", "accumulate", "chunked_loss", "precision", "recompute", "recompute_keeps", "zero"),
+    *("overlap", "gather_cache", "offload"),
 )
 
 
 @takes_fields(_OF_A_STEP, grid=..., model="", seq_len=2048)
 def dryrun(
-    context: typer.Context,
+    call: typer.Context,
     *,
     litgpt: Annotated[
         Path | None,
@@ -51,11 +52,11 @@ def dryrun(
     if not options["model"] and litgpt is None:
         raise ValueError("dryrun: give the model by --model NAME, or by --litgpt CONFIG")
     microbatches = microbatches or pipeline
-    parts = arrangement_of("dryrun", options["algorithm"]).row_parts(grid)
+    parts = max(1, arrangement_of("dryrun", options["algorithm"]).row_parts(grid) // max(1, options["context"]))
     options |= {"grid": grid, "model_overrides": overrides(options["model_overrides"] or ())}
     if litgpt is not None:
         of_file = _of_litgpt(litgpt, options["model"], options["model_overrides"], parts)
-        options |= {name: value for name, value in of_file.items() if name not in said(context, options)}
+        options |= {name: value for name, value in of_file.items() if name not in said(call, options)}
     rows = batch_size or options.pop("batch_size", parts * max(1, microbatches) * max(1, options["accumulate"]))
     config = TrainConfig(**options | {"batch_size": rows, "microbatches": microbatches})
     from axo import dryrun as dry

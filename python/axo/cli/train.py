@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -104,16 +105,17 @@ def train(
     options["data"] = (*(options["data"] or ()), *(paths or ()))
     options["model_overrides"] = overrides(options["model_overrides"] or ())
     options["grid"] = Grid() if automatic else Grid.parse(options["grid"])
-    config, rank = TrainConfig(**options), Rank.from_environment()
+    config, rank, on_ranks = TrainConfig(**options), Rank.from_environment(), None
     if automatic:
-        from axo.train.auto import chosen
+        from axo.train.auto import chosen, planned
 
+        on_ranks = partial(planned, config, machine, given)
         config, why = chosen(config, rank, ranks, machine, given)
         if rank is None or rank.rank == 0:
             say(why)
     from axo.integrations.litgpt.parsing import load
 
-    outcome = load("axo.train.runner", "run")(config)
+    outcome = load("axo.train.runner", "run")(config, on_ranks)
     if outcome is not None and not _tell(outcome, expect_drop):
         raise typer.Exit(FAILED)
 

@@ -6,6 +6,7 @@
     comms = axo.connect("2x2x2x1", pipeline=4)      # 4 stages of 8 ranks each: comms.pipeline, comms.stage
     comms = axo.connect("2x1x1x1", group=group)     # a grid on the ranks of a process group
     comms = axo.connect("2x1x4x1", context=2)       # 2 neighbours along z hold pieces of the same sequences
+    comms = axo.connect("2x1x4x2", experts=8)       # all 8 data ranks hold other experts; 4: those along z
 
 The ranks meet through torch.distributed's store; the collectives run in Axo's own core. One communicator spans all
 ranks; each axis with more than one rank is split from it. ``axo.comm.transports`` chooses what moves the bytes.
@@ -35,7 +36,8 @@ from axo.comm.extension import _C
 from axo.comm.flight import arm
 from axo.comm.rendezvous import Meeting, TimeLeft, launchers_store, store_of_this_start
 from axo.comm.transports import alone, meet
-from axo.grid import AXES, Coords, Grid, check_ranks, checked_axis
+from axo.errors import Refused
+from axo.grid import AXES, Coords, Grid, Holders, check_experts, check_ranks, checked_axis
 from axo.launch import Rank, keep_freed_memory
 from axo.settings import check as check_settings
 
@@ -61,6 +63,9 @@ class Communicators:
         x, y, z, data: A :class:`Communicator` each; one of a single rank issues nothing.
         world: Among all ranks of the grid.
         context: Among the neighbours along z that hold pieces of the same sequences; counted as z's.
+        experts: Among the neighbours along z (and, where they are all of those, data) that hold other experts each;
+            counted as z's, or data's.
+        expert_lines: "z/experts", "data/experts": among the ranks along z, or data, that hold the same experts.
         stages, stage: How many grids follow one another in a pipeline, and which is this rank's.
         pipeline: Among the ranks that stand where this one does in the grids of all stages, by stage.
         everyone: Among the ranks of all stages.
@@ -78,6 +83,7 @@ class Communicators:
         stages: int = 1,
         group: dist.ProcessGroup | None = None,
         context: int = 1,
+        experts: int = 1,
     ) -> None:
         self.grid = grid
         self.timeout = timeout
@@ -96,6 +102,9 @@ class Communicators:
         if context > 1:  # not the z axis' own, though it may be of the same ranks: weights are on their way over that
             run, place = divmod(self.coords.z, context)
             self.context = self._part(self.z, run, place, context, "context", "z")
+        self.experts, self.expert_lines = alone("experts", self.device), dict[str, Communicator]()
+        if experts > 1:
+            self._spread_experts(experts)
         self.introduce()
         self._arrangement: Arrangement | None = None
         self.attached: dict[str, Attached] = {}  # what upper parts keep as long as these live
@@ -136,6 +145,23 @@ class Communicators:
             return alone(axis, self.device)
         return self._part(self.world, self.grid.ranks(axis, self.rank)[0], rank, size, axis, axis)
 
+    def _spread_experts(self, count: int) -> None:
+        grid, coords, axis = self.grid, self.coords, "z" if count <= self.grid.z else "data"
+        holders = self.expert_holders(0, count)
+        run, place = divmod(coords.z + grid.z * coords.data, count)
+        color = coords.x + grid.x * (coords.y + grid.y * run)
+        self.experts = self._part(self.world, color, place, count, "experts", axis)
+        for axis, line in (("z", self.z), ("data", self.data)):
+            if holders.run(axis) > 1:
+                run, place = divmod(getattr(coords, axis), holders.run(axis))
+                size = line.size // holders.run(axis)
+                self.expert_lines[f"{axis}/experts"] = self._part(line, place, run, size, f"{axis}/experts", axis)
+
+    def expert_holders(self, place: int, ranks: int | None = None) -> Holders:
+        """Where the experts lie that the ``place``-th rank of ``experts`` (or so many) holds."""
+        ranks = ranks or self.experts.size
+        return Holders(place, min(ranks, self.grid.z), max(1, ranks // self.grid.z))
+
     def among(self, stages: list[int], name: str) -> Communicator | None:
         """A communicator of the ranks of ``pipeline`` that have these stages; None on others. Collective over all."""
         mine = self.stage in stages
@@ -166,14 +192,16 @@ class Communicators:
 
     def close_axes(self) -> None:
         """Close the communicators of this grid alone: all but ``world``."""
-        for line in (*self._neighbours.values(), self.context, self.x, self.y, self.z, self.data):
-            line.close()
+        for line in (*self._neighbours.values(), *self.communicators):
+            if line not in (self.world, self.pipeline, self.everyone):
+                line.close()
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """Those of x, y, z, data and the world, and of a context; with several stages those of the pipeline and of
-        everyone too."""
-        of_grid = (self.x, self.y, self.z, self.data, self.world, *([self.context] if self.context.size > 1 else []))
+        """Those of x, y, z, data and the world, of a context and of experts; with several stages those of the pipeline
+        and of everyone too."""
+        inner = [line for line in (self.context, self.experts, *self.expert_lines.values()) if line.size > 1]
+        of_grid = (self.x, self.y, self.z, self.data, self.world, *inner)
         return of_grid if self.stages == 1 else (*of_grid, self.pipeline, self.everyone)
 
     def axis(self, name: str) -> Communicator:
@@ -223,6 +251,8 @@ class Communicators:
         arrangement.check(self.grid)
         if self.context.size > 1:
             arrangement.only_axonn(f"context={self.context.size}")
+        if self.experts.size > 1:
+            arrangement.only_axonn(f"experts={self.experts.size}")
         if self._arrangement not in (None, arrangement):
             raise ValueError(
                 f"algorithm={arrangement.name!r}: layers or batches of these communicators are arranged for"
@@ -260,7 +290,10 @@ class Communicators:
         """Seconds that this rank has been blocked in communication since the start, by axis (and "world")."""
         names = (*AXES, "world") if self.stages == 1 else (*AXES, "world", "pipeline", "everyone")
         seconds = {name: getattr(self, name).blocked_seconds for name in names}
-        return seconds | {"z": seconds["z"] + (self.context.blocked_seconds if self.context.size > 1 else 0.0)}
+        for line in self.communicators:
+            if line.name not in seconds:
+                seconds[line.axis] += line.blocked_seconds
+        return seconds
 
     @property
     def ranks(self) -> list[int]:
@@ -374,6 +407,7 @@ def connect(
     device_options: DeviceOptions | None = None,
     pipeline: int = 1,
     context: int = 1,
+    experts: int = 1,
     group: dist.ProcessGroup | None = None,
 ) -> Communicators:
     """Make the communicators of ``grid``. Collective over all ranks of the world, or of ``group``.
@@ -394,6 +428,8 @@ def connect(
         pipeline: Stages: the world then has ``pipeline`` times the ranks of the grid, stage after stage.
         context: How many neighbours along z hold pieces of the same sequences, which is for models that
             ``axo.parallelize`` makes, or that call :func:`axo.nn.attention`; it divides z.
+        experts: Over how many neighbours along z the experts of a mixture are spread, each of which holds its part of
+            them whole, but for what x and y cut. It divides z, or is a multiple of z that divides z * data.
         group: Ranks of torch.distributed that make up the world here, each of which calls this; the others do not.
             Default: all.
 
@@ -410,7 +446,7 @@ def connect(
     wrong: Exception | None = None
     try:
         seconds, meeting = _in_seconds("timeout", timeout), _in_seconds("meeting_timeout", meeting_timeout)
-        place, own_grid, own_stages = _checked(grid, device, device_options, pipeline, context)
+        place, own_grid, own_stages = _checked(grid, device, device_options, pipeline, context, experts)
     except Exception as error:
         if alone_here:
             raise
@@ -434,7 +470,7 @@ def connect(
         ranks.give_up(wrong)
         raise wrong
     # Every rank learns every rank's grid first, so that all of them raise the same error.
-    asked = ranks.gather(f"{own_grid} {own_stages} {context}", " (meeting_timeout=... waits longer)")
+    asked = ranks.gather(f"{own_grid} {own_stages} {context} {experts}", " (meeting_timeout=... waits longer)")
     grid, stages = _same_grid(asked)
     if launched is not None:
         dist.init_process_group(
@@ -453,11 +489,13 @@ def connect(
     before = everyone.limit_core(left())
     try:
         owns = launched is not None
-        comms = Communicators(grid, rank, everyone, owns, seconds, stages=stages, group=group, context=context)
+        comms = Communicators(
+            grid, rank, everyone, owns, seconds, stages=stages, group=group, context=context, experts=experts
+        )
     except Exception as error:
         tell_of(error, [everyone])  # peers wait for this rank, there or in an axis
         raise
-    for line in (comms.world, comms.pipeline, comms.context, comms.x, comms.y, comms.z, comms.data):
+    for line in (comms.pipeline, *comms.communicators):
         line.set_timeout(seconds)
     everyone.limit_core(before)
     return comms
@@ -474,7 +512,12 @@ def check_comms(what: str, comms: object) -> None:
 
 
 def _checked(
-    grid: Grid | str, device: str | torch.device, options: DeviceOptions | None, pipeline: int, context: int
+    grid: Grid | str,
+    device: str | torch.device,
+    options: DeviceOptions | None,
+    pipeline: int,
+    context: int,
+    experts: int,
 ) -> tuple[torch.device, Grid, int]:
     """What this rank asks for: device, grid and stages; and its process is set up for it."""
     place = resolve_device(device)
@@ -493,6 +536,10 @@ def _checked(
             f"connect: context={context!r} ranks that share sequences do not divide z={parsed.z} of grid {parsed}; use"
             f" one of {fitting}"
         )
+    check_experts("connect", parsed, experts)
+    if experts > 1 and (context > 1 or pipeline > 1):
+        other = f"context={context}" if context > 1 else f"pipeline={pipeline}"
+        raise Refused(f"connect: experts={experts} with {other} is not supported; leave one of the two out")
     if place.type == "cpu":
         keep_freed_memory()
     return place, parsed, pipeline
@@ -500,11 +547,12 @@ def _checked(
 
 def _same_grid(asked: list[str]) -> tuple[Grid, int]:
     """The grid and the number of stages that all ranks ask for, checked against how many they are."""
-    each = [(Grid.parse(grid), int(stages), int(context)) for grid, stages, context in (one.split() for one in asked)]
-    grid, stages, context = each[0]
-    for rank, (other, of_other, its_context) in enumerate(each):
-        if its_context != context:
-            raise ValueError(f"connect: rank 0 asks for context={context} and rank {rank} for {its_context}; pass one")
+    each = [(Grid.parse(grid), [*map(int, numbers)]) for grid, *numbers in map(str.split, asked)]
+    grid, (stages, *shared) = each[0]
+    for rank, (other, (of_other, *its)) in enumerate(each):
+        for name, ours, theirs in zip(("context", "experts"), shared, its, strict=True):
+            if theirs != ours:
+                raise ValueError(f"connect: rank 0 asks for {name}={ours} and rank {rank} for {theirs}; pass one")
         if (other, of_other) != (grid, stages):
             raise ValueError(
                 f"connect: rank 0 asks for grid {grid.in_stages(stages)} and rank {rank} for"

@@ -31,11 +31,13 @@ from axo.errors import Error, Mismatch
 def ask_for_launch_order() -> None:
     """Have NCCL 2.26 to 2.30 let kernels begin in the order of their launches, unless the environment says otherwise.
 
+    Never RCCL, to which the variable means one operation after the other, and none of its direct collectives.
+
     They read NCCL_LAUNCH_ORDER_IMPLICIT once, at the first communicator of the process. Where torch's own NCCL backend
     is there already it may be too late: then nothing is asked for, and the communicators of a rank share one stream.
     """
     groups = dist.distributed_c10d._world.pg_backend_config.values()
-    if not any("nccl" in backends for backends in groups):
+    if torch.version.hip is None and not any("nccl" in backends for backends in groups):
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
@@ -45,7 +47,8 @@ class DeviceOptions:
 
     Attributes:
         min_ctas, max_ctas: Thread blocks that one operation may use; 0: the library's choice. The sum of ``max_ctas``
-            over a rank's communicators is what computation must leave free for all to run at once.
+            over a rank's communicators is what computation must leave free for all to run at once. RCCL keeps to
+            neither.
         cga_cluster_size: Thread blocks in a cluster; -1: none where ``max_ctas`` or a cap is given, else the library's
             choice.
         zero_cta: Copy-engine collectives where the library has them (NCCL 2.28, registered memory): they take no SM.

@@ -44,6 +44,9 @@ _RECORDED = {
     "broadcast": "root {0}",
     "reduce": "{reduction} to root {1}",
     "barrier": "",
+    "send": "",
+    "recv": "",
+    "all_to_all": "",
 }
 _AT_ONCE = 2  # operations of one communicator that count as under way
 _INSIDE = ("axo.comm.", "axo.overlap.", "axo.matmul.", "axo.nn.", "torch.")
@@ -239,12 +242,12 @@ class RecordingCommunicators(Communicators):
         issued: What this rank has sent so far, over all axes, in order.
     """
 
-    def __init__(self, grid: Grid, rank: int, stages: int = 1) -> None:
+    def __init__(self, grid: Grid, rank: int, stages: int = 1, context: int = 1) -> None:
         self.issued: list[Issued] = []
         name = "world" if stages == 1 else "everyone"
         nobody = alone(name, torch.device("cpu"))
         everyone = self._part(nobody, 0, rank, grid.world_size * stages, name, name)
-        super().__init__(grid, rank, everyone, owns_process_group=False, timeout=1.0, stages=stages)
+        super().__init__(grid, rank, everyone, False, 1.0, stages=stages, context=context)
 
     def _split(self, of: Communicator, color: int, rank: int, size: int, name: str, axis: str) -> Communicator | None:
         if color < 0:
@@ -278,8 +281,10 @@ class RecordingCommunicators(Communicators):
             dist.destroy_process_group()
 
 
-def recording(grid: Grid | str, rank: int = 0, stages: int = 1) -> RecordingCommunicators:
+def recording(grid: Grid | str, rank: int = 0, stages: int = 1, context: int = 1) -> RecordingCommunicators:
     """The communicators of ``grid`` as ``rank`` would have them, without peers; with ``stages`` such grids in a row.
+
+    ``context``: neighbours along z that hold pieces of the same sequences.
 
     Raises:
         ValueError: There is no such rank.
@@ -289,4 +294,4 @@ def recording(grid: Grid | str, rank: int = 0, stages: int = 1) -> RecordingComm
     if not 0 <= rank < ranks:
         of = parsed.in_stages(stages)
         raise ValueError(f"recording: rank {rank} is not one of the {ranks} ranks of grid {of}")
-    return RecordingCommunicators(parsed, rank, stages)
+    return RecordingCommunicators(parsed, rank, stages, context)

@@ -45,6 +45,8 @@ from axo.launch import STORE
 
 _T = TypeVar("_T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between looks at the store
+_PAUSE = 1 / 32  # of what has been waited: a rank sees so much later that the last one has come
+_ANSWER_S = 5e-5  # of a store to one look, which all ranks take
 _CLOSER_LOOK_S = 0.25  # between looks at who has died
 _NEAR = 32  # ranks on either side that a rank looks after
 _ALL, _LATE, _LOST, _OVER = "all", "late", "lost", "over"  # how a step ends; over: for a rank between two steps
@@ -214,11 +216,14 @@ class Meeting:
     def lost(self) -> tuple[int, str] | None:
         """A rank that will not take the next step, and what is to be said of it; None: none is known.
 
-        -1 for one whose own time is over.
+        -1 for one whose own time is over, and for a store that does not answer.
         """
-        kind, rank, words = self._end()
-        if not kind and (gone := self._dead()) is not None:
-            kind, rank, words = self._end(_LOST, *gone)  # a rank that has told why it ends has done so by now
+        try:
+            kind, rank, words = self._end()
+            if not kind and (gone := self._dead()) is not None:
+                kind, rank, words = self._end(_LOST, *gone)  # a rank that has told why it ends has done so by now
+        except (PeerLost, Timeout) as error:
+            return getattr(error, "peer", -1), str(error).removeprefix(f"{self.who}: ")
         if kind == _OVER and rank != self.rank:
             return -1, words
         return (rank, words) if kind == _LOST else None
@@ -232,7 +237,7 @@ class Meeting:
     def _await_end(self, keys: list[str], hint: str) -> None:
         """Until all have come."""
         seconds, closer_look = self.left(), _CLOSER_LOOK_S
-        for waited in _looks():
+        for waited in _looks(self.size):
             kind, rank, words = self._end()
             if not kind and waited >= min(seconds, closer_look):
                 closer_look = waited + _CLOSER_LOOK_S
@@ -319,13 +324,15 @@ class Meeting:
             raise PeerLost(f"{self.who}: {said}", 0) from None
 
 
-def _looks() -> Iterator[float]:
-    """The seconds that have passed, again and again with pauses between: a signal is handled then."""
-    start, pause = time.monotonic(), _FIRST_PAUSE_S
+def _looks(ranks: int = 1) -> Iterator[float]:
+    """The seconds that have passed, again and again with pauses between: a signal is handled then.
+
+    ``ranks``: how many look at one time.
+    """
+    start, least = time.monotonic(), max(_FIRST_PAUSE_S, ranks * _ANSWER_S)
     while True:
-        yield time.monotonic() - start
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+        yield (waited := time.monotonic() - start)
+        time.sleep(min(max(waited * _PAUSE, least), _LONGEST_PAUSE_S))
 
 
 def may_be_repeated() -> bool:

@@ -64,8 +64,8 @@ def representatives(config: TrainConfig) -> dict[int, int]:
     """
     check(config)
     grid = config.grid
-    comms = recording(grid, 0)
-    model, _ = loop.build_stages(replace(config, pipeline=1), comms)
+    comms = recording(grid, 0, context=config.context)
+    model, _ = loop.build_stages(replace(config, pipeline=1, offload="none"), comms)
     kinds: dict[tuple[object, ...], Placement] = {}
     for module in model.modules():
         if isinstance(module, ParallelLayer):

@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from axo.offload.tier import Tier
 from axo.overlap.dispatch_modes import ObservingMode
 from axo.overlap.pool import Pool
 
@@ -182,3 +183,16 @@ class FollowedPool(Pool):
                 return torch.empty(shape, dtype=dtype, device=device)
         finally:
             self._ledger.kind = before
+
+
+class FollowedTier(Tier):
+    """The lower tier, whose blocks are no memory of a rank."""
+
+    def __init__(self, ledger: Ledger, mode: TorchDispatchMode) -> None:
+        self._ledger, self._mode = ledger, mode
+
+    def block(self, size: int) -> torch.Tensor:
+        with self._mode:
+            block = torch.empty(size, dtype=torch.uint8)
+        self._ledger.call(block, UNCOUNTED)
+        return block

@@ -39,14 +39,17 @@ from axo.dryrun.memory import (
     UNCOUNTED,
     WEIGHTS,
     FollowedPool,
+    FollowedTier,
     Following,
     Ledger,
     Peak,
 )
 from axo.dryrun.shapes import Faking
 from axo.nn import loss
+from axo.offload import activations
 from axo.overlap.events import TracedWork
 from axo.overlap.model import engines
+from axo.sharding import cut_sequence
 from axo.train import loop
 from axo.train.check import check_step
 from axo.train.config import TrainConfig
@@ -102,8 +105,15 @@ def check(config: TrainConfig) -> None:
             f"dryrun: model {config.model!r} is a mixture of experts, where the shapes of a step depend on the tokens;"
             " `axo plan` knows such models"
         )
-    if config.context > 1:
-        raise ValueError(f"dryrun: context={config.context} is not known to a dry run; leave it out")
+    if config.seq_len % (2 * config.context) and config.context > 1:
+        raise ValueError(
+            f"dryrun: seq-len={config.seq_len} does not divide into 2 x context={config.context} pieces, and a"
+            " dry run knows equal ones alone"
+        )
+    if not config.offload.startswith(("none", "activations")) or "," in config.offload:
+        raise ValueError(
+            f"dryrun: offload={config.offload} is not known to a dry run beyond activations; leave the rest out"
+        )
     if config.precision == "16-mixed":
         raise ValueError("dryrun: precision='16-mixed' reads gradients to scale the loss; use bf16-mixed or 32-true")
     if config.pipeline == 1 and config.cuts != "even":
@@ -117,7 +127,7 @@ def run(config: TrainConfig, rank: int = 0) -> Record:
         ValueError: The model does not fit the grid, or a dry run cannot do it (:func:`check`).
     """
     check(config)
-    comms = recording(config.grid, rank, config.pipeline)
+    comms = recording(config.grid, rank, config.pipeline, config.context)
     with warnings.catch_warnings(), _two_chunks_for_all():
         warnings.filterwarnings("ignore", message=".*data pointer.*", category=UserWarning)
         return _run(config, comms, fake=True)
@@ -134,7 +144,8 @@ def measure(config: TrainConfig, comms: Communicators | None = None, rank: int =
     Raises:
         ValueError: The model does not fit the grid.
     """
-    return _run(config, recording(config.grid, rank, config.pipeline) if comms is None else comms, fake=False)
+    alone = recording(config.grid, rank, config.pipeline, config.context)
+    return _run(config, alone if comms is None else comms, fake=False)
 
 
 def _run(config: TrainConfig, comms: Communicators, fake: bool) -> Record:
@@ -191,7 +202,8 @@ def _build(
 ) -> tuple[GPT, list[torch.nn.Module]]:
     """The model of this rank, and its stages, followed."""
     model: Any
-    model, modules = loop.build_stages(config, comms)
+    with mock.patch.object(activations, "tier_for", lambda *_: FollowedTier(ledger, mode)):
+        model, modules = loop.build_stages(config, comms)
     head, table = model.lm_head, model.transformer.wte
     tied = getattr(head, "weight", None) is getattr(table, "weight", head)
     for module in modules or [model]:
@@ -227,8 +239,8 @@ def _watched(forward: Callable[..., Any], ledger: Ledger, phase: str = "") -> Ca
 def _step(trainer: loop.Trainer, ledger: Ledger, mode: Faking | Following) -> int:
     """Run a step; the most bytes that were kept when a backward pass began."""
     config, comms = trainer.config, trainer.comms
-    rows = rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement)
-    ids = torch.zeros(len(rows), config.seq_len, dtype=torch.int64)
+    rows = rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement, config.context)
+    ids = cut_sequence(torch.zeros(len(rows), config.seq_len, dtype=torch.int64), comms)
     ledger.call(ids, UNCOUNTED)
     saved = 0
     plain = trainer._loss_of

@@ -92,7 +92,7 @@ def numbers_of_data_ranks(comms: Communicators) -> Iterator[None]:
     For datasets and samplers that cut themselves; workers that start inside of it inherit the numbers.
     """
     group, default = distributed_c10d.GroupMember.WORLD, distributed_c10d._get_default_group
-    numbers = {"RANK": str(comms.data_rank), "WORLD_SIZE": str(comms.data_ranks)}
+    numbers = {"RANK": str(comms.row_part), "WORLD_SIZE": str(comms.row_parts)}
     before = {name: os.environ[name] for name in numbers if name in os.environ}
     os.environ.update({name: numbers[name] for name in before})
     if group is not None:
@@ -112,10 +112,10 @@ class _Group:
         self._group, self._comms = group, comms
 
     def rank(self) -> int:
-        return self._comms.data_rank
+        return self._comms.row_part
 
     def size(self) -> int:
-        return self._comms.data_ranks
+        return self._comms.row_parts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
@@ -138,17 +138,17 @@ def cut_for_data_ranks(loader: Any, comms: Communicators) -> None:
         part = getattr(each, "rank", None)
         if name and comms.everyone.size in _numbers(each).values():
             parts, part = comms.everyone.size, _numbers(each)[name]
-        of_ranks = parts == comms.everyone.size or (parts == comms.data_ranks and comms.arrangement.leads(comms.coords))
-        if parts is None or not of_ranks or (parts, part) == (comms.data_ranks, comms.data_rank):
+        of_ranks = parts == comms.everyone.size or (parts == comms.row_parts and comms.arrangement.leads(comms.coords))
+        if parts is None or not of_ranks or (parts, part) == (comms.row_parts, comms.row_part):
             continue
         if type(each) is not DistributedSampler:
             raise Refused(
                 f"data: {type(each).__name__} has part {part} of {parts}, but ranks along x and y read the same rows:"
-                f" this rank's is part {comms.data_rank} of {comms.data_ranks} (comms.data_rank of comms.data_ranks)"
+                f" this rank's is part {comms.row_part} of {comms.row_parts} (comms.row_part of comms.row_parts)"
             )
         epoch = each.epoch
         each.__init__(  # type: ignore[misc]
-            each.dataset, comms.data_ranks, comms.data_rank, each.shuffle, each.seed, each.drop_last
+            each.dataset, comms.row_parts, comms.row_part, each.shuffle, each.seed, each.drop_last
         )
         each.set_epoch(epoch)
 
@@ -159,7 +159,7 @@ def _numbers(source: Any) -> dict[str, int]:
 
 def _rank_names(sources: Sequence[Any], comms: Communicators) -> list[str | None]:
     """For each source the name of a number that is the rank, on every rank; None where it has none."""
-    if comms.data_ranks == comms.everyone.size:
+    if comms.row_parts == comms.everyone.size:
         return [None] * len(sources)
     keys = [
         {name: zlib.crc32(f"{place} {name}".encode()) % _SLOTS for name in _numbers(source)}

@@ -457,6 +457,36 @@ def attention(
     return calls
 
 
+def experts(
+    rows: int,
+    hidden: int,
+    count: int,
+    *,
+    axis: str = "z",
+    received: int | None = None,
+    itemsize: int = 4,
+    recompute: bool = False,
+) -> list[Call]:
+    """Count what a mixture sends whose experts lie on several ranks (``axo.nn.experts``); not what these send inside.
+
+    Args:
+        rows: Choices of this rank: its tokens times the experts of each.
+        hidden: Features on a rank, h/Gy.
+        count: E, experts.
+        axis: As which ``comms.experts`` is counted: data where it reaches beyond z.
+        received: Choices of all ranks that are of this rank's experts; None: as many as ``rows``, the even case.
+        itemsize: Bytes an element of the dtype that experts compute in.
+        recompute: The forward runs again before backward.
+    """
+    received = rows if received is None else received
+    calls = list[Call]()
+    for phase in (FORWARD, RECOMPUTE) if recompute else (FORWARD,):
+        calls.append(Call(phase, "all_to_all", axis, count, 8, RELAYOUT))
+    for phase in (FORWARD, RECOMPUTE, BACKWARD) if recompute else (FORWARD, BACKWARD):
+        calls += [Call(phase, "all_to_all", axis, each * hidden, itemsize, RELAYOUT) for each in (rows, received)]
+    return calls
+
+
 def weight_grad(shard: int, grid: Grid, itemsize: int) -> list[Call]:
     """Return the two reductions of a weight's gradient: of the block over z, of this rank's shard over data."""
     return [

@@ -18,7 +18,7 @@ over x and y, features that do not divide count as the largest share.
 
 A layer's own way is always a candidate: product and then all-reduce for the forward pass, and for dI what the engine
 does without this (``axo.overlap``), the all-reduce behind the product dW. Where it wins, nothing is fused. Bytes are
-the same either way; a collective in C chunks is C calls.
+the same either way; a collective in C chunks is C calls, and a push none: its rows travel as the kernels store them.
 
 Not here: when the engine can hide a collective (``axo.overlap.engine`` says).
 """
@@ -30,6 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
@@ -94,8 +95,10 @@ class FusedProducts:
     def on(self, axis: str, op: str = "sum") -> FusedCommunicator:
         """The fused operations' view of an axis, whose reduce-scatters do ``op``; ``on(axis).ran`` tells what ran."""
         if (axis, op) not in self._adapted:
-            # No group, and so no push: its memory is made anew for each number of rows, which may differ over z.
-            self._adapted[axis, op] = adapt(self._comms.axis(axis), self._comms.timeout, op, window=_window)
+            line, store = self._comms.axis(axis), dist.distributed_c10d._get_default_store
+            adapted = self._adapted[axis, op] = adapt(line, self._comms.timeout, op, window=_window, store=store)
+            if op != "sum":
+                adapted.rooms = self.on(axis).rooms  # one for a line, whatever is done with its sums
         return self._adapted[axis, op]
 
     def poll(self) -> None:

@@ -38,6 +38,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from axo.comm.connect import Communicators
+from axo.grid import Coords
 from axo.matmul.fused import FusedProducts, FusedSum, published
 from axo.overlap.engine import Exchange
 from axo.overlap.events import span
@@ -318,7 +319,8 @@ def _shares(comms: Communicators, placement: Placement) -> tuple[tuple[int, int]
     """The most rows and columns that a rank's block of the weight has; whether all blocks are of one size, and cut over
     z into equal shards. The same on all ranks."""
     whole, grid = placement.without("z"), comms.grid
-    shapes = {whole.local_shape(grid, grid.coords(rank)) for rank in range(grid.x * grid.y)}
+    first = Coords(0, 0, 0, 0) if placement.holders is None else placement.holders.first
+    shapes = {whole.local_shape(grid, first._replace(x=x, y=y)) for x in range(grid.x) for y in range(grid.y)}
     rows, columns = max(shape[0] for shape in shapes), max(math.prod(shape[1:]) for shape in shapes)
     return (rows, columns), len(shapes) == 1 and rows % grid.z == 0
 

@@ -6,6 +6,7 @@ What moves between ranks is in ``axo.matmul``; where a tensor lies is in ``axo.p
     linear, conv, embedding, norm, group_norm, dropout, goldfish    the layers
     loss, linear_loss                of logits, and of a head whose logits never exist whole
     context, context_attention       of sequences whose tokens lie on several ranks
+    experts                          of mixtures that lie on several ranks
     replicated, placeholder          modules that stay serial, and those that another pipeline stage has
     init, generator, randomness      first values and random numbers that agree between ranks
     chain, shared_input, sequence    whether layers fit each other, share an input, or split tokens over x

@@ -102,13 +102,13 @@ def own_attention(
     query, key, value = (each.to(compute_dtype(each)) for each in (query, key, value))
     whole = _GatherKeys.apply(torch.cat((key, value), -1), _GatherExchange(pieces))
     every = torch.arange(pieces.length, device=query.device)
-    mask = _mask(pieces, pieces.positions(query.device), every, window, query.dtype)
+    mask = _mask(pieces, pieces.positions(query.device), every, window, query)
     key, value = whole.split((key.shape[-1], value.shape[-1]), -1)
     return own(query, key, value, mask)
 
 
 def _mask(
-    pieces: Pieces, queries: torch.Tensor, keys: torch.Tensor, window: int | None, dtype: torch.dtype
+    pieces: Pieces, queries: torch.Tensor, keys: torch.Tensor, window: int | None, like: torch.Tensor
 ) -> torch.Tensor:
     """What is added to scores of tokens at these positions: ``(1 or B, 1, queries, keys)``; hidden ones are finite, so
     that a query that sees none of them has weight 0 and not NaN."""
@@ -119,7 +119,7 @@ def _mask(
     if pieces.documents is not None:
         documents = pieces.documents[:, None]
         seen = seen & (documents[:, :, queries, None] == documents[:, :, None, keys])
-    return torch.zeros(seen.shape, dtype=dtype, device=keys.device).masked_fill_(~seen, torch.finfo(dtype).min / 2)
+    return like.new_zeros(seen.shape).masked_fill_(~seen, torch.finfo(like.dtype).min / 2)
 
 
 class _LocalExchange:
@@ -229,7 +229,7 @@ class _Parts:
                         queries, theirs = (
                             torch.arange(*each, device=like.device) for each in ((first, end), (start, stop))
                         )
-                        mask = _mask(pieces, queries, theirs, self.window, like.dtype)
+                        mask = _mask(pieces, queries, theirs, self.window, like)
                     mine = slice(at, at + end - first)
                     yield mine, slice(place + start - low, place + stop - low), beside and mask is None, mask
                 place += high - low
@@ -260,7 +260,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: torch.Tensor, keys: torch.Tensor, parts: _Parts) -> torch.Tensor:
         fp32 = torch.promote_types(query.dtype, torch.float32)
         total = torch.zeros_like(query, dtype=fp32, memory_format=torch.contiguous_format)
-        lse = torch.full(query.shape[:3], -torch.inf, dtype=fp32, device=query.device)
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=fp32)
 
         def attend(ranges: Sequence[Range], present: torch.Tensor) -> None:
             for mine, theirs, causal, mask in parts.of(ranges, query) if query.numel() else ():

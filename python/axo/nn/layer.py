@@ -289,16 +289,17 @@ def is_parallel(model: nn.Module) -> bool:
 
 
 def refuse_context(model: nn.Module) -> None:
-    """Refuse a model that lies in a context: a trainer that makes communicators of its own cuts rows alone.
+    """Refuse a model in a context, or with experts on several ranks, to a trainer that makes communicators of its own.
 
     Raises:
         Refused: It does.
     """
-    layers = (module for module in model.modules() if isinstance(module, ParallelLayer))
-    if any(layer.comms.context.size > 1 for layer in layers):
-        raise Refused(
-            "a model in a context (axo.connect(context=...)) is trained by a loop of your own, or by axo train"
-        )
+    for layer in (module for module in model.modules() if isinstance(module, ParallelLayer)):
+        if max(layer.comms.context.size, layer.comms.experts.size) > 1:
+            what = (
+                "a context (axo.connect(context=...))" if layer.comms.context.size > 1 else "axo.connect(experts=...)"
+            )
+            raise Refused(f"a model in {what} is trained by a loop of your own, or by axo train")
 
 
 def default_device(device: torch.device | str | None, comms: Communicators) -> torch.device:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from axo.comm.connect import Communicators, check_comms
+from axo.grid import Coords, Grid, Holders
 from axo.matmul import activations, cost, engine_cost
 from axo.matmul.blocks import layer_matmul
 from axo.matmul.cost import Call
@@ -55,6 +56,7 @@ class Features:
         as_table: The weight is an embedding's too and lies as the table does. With Tesseract, where that is otherwise
             than a linear layer's: the whole vocabulary is gathered over x, and this rank's part of the output is cut
             from all of it. No bias then.
+        holders: The data ranks that hold the weight, an expert's; they alone call the layer. None: all.
     """
 
     out_blocks: tuple[int, ...] | None = None
@@ -65,6 +67,7 @@ class Features:
     gather_output: bool = False
     sequence_parallel: bool = False
     as_table: bool = False
+    holders: Holders | None = None
 
 
 _PLAIN = Features()
@@ -117,10 +120,10 @@ class Linear(ParallelLayer, nn.Linear):
         out_axes = () if whole_output else (out_axis,)
         self.as_table = features.as_table and arrangement.square
         splits = arrangement.table if self.as_table else arrangement.weight((in_axis,), out_axes)
-        matrix = Placement((out_features, in_features), splits, out_blocks, comms, out_copies)
+        matrix = Placement((out_features, in_features), splits, out_blocks, comms, out_copies, holders=features.holders)
         placements = {"weight": self._stored(matrix)}
         if bias:
-            placements["bias"] = Placement((out_features,), (out_axes,), out_blocks, comms, out_copies)
+            placements["bias"] = replace(matrix, global_shape=(out_features,), splits=(out_axes,))
         self._start(comms, name, placements)
         if whole_output and (out_blocks or sequence_parallel):
             raise ValueError(f"{self.label()}: whole features with out_blocks or sequence_parallel are not supported")
@@ -150,6 +153,8 @@ class Linear(ParallelLayer, nn.Linear):
             grad_reduce=grad_reduce,
             gather_cache=gather_cache,
         )
+        if features.holders is not None:
+            self.matmul.products.rows_agree = False
         self.exchanges = (self.matmul.exchange,)
         self.shared_input: SharedInput | None = None
         self.sums_input_grad = True  # of those that share one input, the first
@@ -240,7 +245,8 @@ class Linear(ParallelLayer, nn.Linear):
         """Count this layer's collectives on this rank in one step.
 
         Args:
-            rows: m, rows of one data-parallel group (all ranks along z together).
+            rows: m, rows of one data-parallel group (all ranks along z together). Of an expert with a ``holders``: rows
+                that go to it, of all ranks, over its holders along data.
             itemsize: Bytes an element of the dtype that it computes in; the bias is reduced in its own.
             input_itemsize: Bytes an element of the input, as which the gradient of one that is cut here is gathered;
                 None: as ``itemsize``.
@@ -269,8 +275,7 @@ class Linear(ParallelLayer, nn.Linear):
         copied = [
             block for block, copies in zip(self.out_blocks or (), self.out_copies or (), strict=False) if copies > 1
         ]
-        grid, coords, transposed = self.comms.grid, self.comms.coords, self.transposed
-        arrangement = self.comms.arrangement
+        (grid, coords), transposed, arrangement = self._holders(), self.transposed, self.comms.arrangement
         if self.out_axis is None:  # features that are whole: as if it had one rank
             axis = arrangement.features(transposed)[1]
             grid, coords = replace(grid, **{axis: 1}), coords._replace(**{axis: 0})
@@ -301,6 +306,14 @@ class Linear(ParallelLayer, nn.Linear):
             *cost.relayout(grid, before, 0, transposed=transposed, itemsize=given, arrangement=arrangement),
             *cost.relayout(grid, 0, after, transposed=transposed, itemsize=itemsize, arrangement=arrangement),
         ]
+
+    def _holders(self) -> tuple[Grid, Coords]:
+        """The ranks that hold the weight as a grid, and where this one stands in it."""
+        grid, coords, holders = self.comms.grid, self.comms.coords, self.placements["weight"].holders
+        return (grid, coords) if holders is None else (holders.grid(grid), holders.among(coords))
+
+    def _rows(self, rows: int) -> int:
+        return cost.rows_of(self.comms.arrangement, self._holders()[0], rows, self._holders()[1])
 
     def flops(self, rows: int) -> float:
         return activations.linear_flops(self._rows(rows), self._matrix().shape[1], self.matmul.exchange.block_rows)

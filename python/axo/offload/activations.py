@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -117,7 +118,7 @@ class Activations:
             return
         model = None if self._model is None else self._model()
         parameters = (module if model is None else model).parameters()
-        self._stays = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        self._stays = {parameter.untyped_storage()._cdata for parameter in parameters}
         self._forget_dead()
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
@@ -153,11 +154,12 @@ class Activations:
         return saved
 
     def _goes_out(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(tensor, FakeTensor)
+        if not plain or tensor.layout is not torch.strided:
             return False
         if tensor.nbytes < SMALLEST or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
             return False
-        if tensor.device != self._device or tensor.untyped_storage().data_ptr() in self._stays:
+        if tensor.device != self._device or tensor.untyped_storage()._cdata in self._stays:
             return False
         return torch._debug_has_internal_overlap(tensor) != 1  # 1: several elements share memory
 

@@ -19,7 +19,6 @@ from numbers import Real
 import torch
 
 from axo.comm.connect import Communicators
-from axo.grid import AXES
 from axo.placement import placement_of
 
 
@@ -138,12 +137,12 @@ def _communicators(parameters: Iterable[torch.Tensor], caller: str) -> Communica
 
 def _counted(owned: Iterable[tuple[torch.Tensor, torch.Tensor]], comms: Communicators) -> Iterator[torch.Tensor]:
     """What this rank counts: nothing where it is not the first holder, less rows that others count."""
-    behind_first = {axis for axis in AXES if getattr(comms.coords, axis)}
+    is_first = not any(comms.coords)
     for parameter, tensor in owned:
         placement, grad = placement_of(parameter), tensor.detach()
         if placement is not None and grad.shape != parameter.shape:  # ZeRO-2 cuts it once more, over data
             placement = placement.state
-        if not grad.numel() or not behind_first <= (frozenset() if placement is None else placement.axes):
+        if not grad.numel() or not (is_first if placement is None else placement.is_first_holder(comms.coords)):
             continue
         if placement is None or (placement.counted and placement.copies is None):
             yield grad

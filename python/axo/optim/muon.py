@@ -113,6 +113,7 @@ class Muon(Optimizer):
 
         Raises:
             ValueError: A parameter of Muon is no matrix.
+            Refused: It is of an expert that some of the data ranks alone hold.
         """
         by_muon = check.one_of("Muon: use_muon", param_group.get("use_muon", True), (True, False))
         super().add_param_group(param_group if by_muon else _OF_ADAMW | param_group)
@@ -130,6 +131,9 @@ class Muon(Optimizer):
                     " hidden layer to AdamW, in a group with use_muon=False (axo.optim.muon_groups(model) makes the"
                     " groups)"
                 )
+            if getattr(placement_of(parameter), "holders", None) is not None:
+                self.param_groups.pop()
+                raise Refused("Muon: experts that lie on several ranks (axo.connect(experts=...)) are not supported")
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the same options; torch's own leaves out what it does not know."""

@@ -62,7 +62,7 @@ class Context:
 
     Attributes:
         comms, device: The communicators of the grid, and where they work.
-        communicators: Those of the axes, by name.
+        communicators: Those of the axes, by name, and of an expert's holders along them.
         overlap: The options.
         reduce_dtype: In which gradients are reduced; None: as they come.
         pool: Buffers.
@@ -73,7 +73,8 @@ class Context:
 
     def __init__(self, comms: Communicators, overlap: Overlap, reduce_dtype: torch.dtype | None) -> None:
         self.comms, self.device, self.overlap, self.reduce_dtype = comms, comms.device, overlap, reduce_dtype
-        self.communicators: dict[str | None, Communicator] = {axis: comms.axis(axis) for axis in AXES}
+        lines = {axis: comms.axis(axis) for axis in AXES} | comms.expert_lines
+        self.communicators: dict[str | None, Communicator] = dict(lines.items())
         self.pool = Pool(idle_limit(overlap.idle_bytes))
         self.events: Events | None = None
         self.defers = self.holding = False
@@ -87,6 +88,7 @@ class Context:
         Args:
             call: Issues it; takes ``async_op``.
         """
+        axis = axis.partition("/")[0]  # an expert's holders along it are counted as the axis
         if pending:
             return TracedWork(self, call(async_op=True), tensor, op, axis, layer)
         with span(self.events, "wait", op, axis, layer):

@@ -6,9 +6,10 @@
 
 That is axonn's arrangement. In general: the axis that splits the rows of a weight and the rows of activations too is
 the one to gather over (``shard_axis``; none, where a product brings the parts); gradients are reduced over the axes
-that split rows of activations and do not split the tensor. An axis of size 1 does not appear. Rows that do not divide
-over the shard axis travel in a buffer padded to ``G * ceil(rows / G)``; since bounds follow ``torch.chunk`` the padding
-is the tail of that buffer, and the block is a view of its head.
+that split rows of activations and do not split the tensor. An expert that some of the data ranks hold
+(``Placement.holders``) has these alone as z and data: "z/experts", "data/experts". An axis of size 1 does not appear.
+Rows that do not divide over the shard axis travel in a buffer padded to ``G * ceil(rows / G)``; since bounds follow
+``torch.chunk`` the padding is the tail of that buffer, and the block is a view of its head.
 
 Rows that neighbours along x hold too (``Placement.copies``) get their gradients summed over those ranks last.
 """
@@ -72,14 +73,17 @@ class Route:
         self.together = ""
         grid, coords, row_axes = comms.grid, comms.coords, comms.arrangement.rows
         self.sizes: dict[str | None, int] = {None: 1} | {**grid.sizes}
-        self.shard_axis = next((axis for axis in placement.splits[0] if axis in row_axes), None)
+        self.sizes |= {name: line.size for name, line in comms.expert_lines.items()}
+        self._holders = placement.holders
+        split_by = next((axis for axis in placement.splits[0] if axis in row_axes), None)
+        self.shard_axis = None if split_by is None else self._line(split_by)
         self.shards = self.sizes[self.shard_axis]
-        whole = placement.without(self.shard_axis) if self.shard_axis else placement
+        whole = placement.without(split_by) if split_by else placement
         self.block_rows = whole.local_shape(grid, coords)[0]
         self.shard_rows = placement.local_shape(grid, coords)[0]
         self.padded_rows = self.shards * chunk_size(self.block_rows, self.shards)
         self.fp8: str | None = None
-        self.weight_reductions = self._reductions(row_axes, placement.axes)
+        self.weight_reductions = self._reductions(row_axes, placement.split_axes)
         self.vector_reductions = self._reductions(row_axes)
         self.weight_copies: Copies | None = None
         self.vector_copies: Copies | None = None
@@ -93,7 +97,12 @@ class Route:
         self.alone = self.shards == 1 and not self.weight_reductions and self.weight_copies is None
 
     def _reductions(self, axes: tuple[str, ...], but: frozenset[str] = frozenset()) -> tuple[Reduction, ...]:
-        return tuple([(axis, self.op) for axis in reversed(axes) if self.sizes[axis] > 1 and axis not in but])
+        lines = [self._line(axis) for axis in reversed(axes) if axis not in but]
+        return tuple([(line, self.op) for line in lines if self.sizes[line] > 1])
+
+    def _line(self, axis: str) -> str:
+        """The ranks along ``axis`` that hold the weight: an expert's are those of the same place alone."""
+        return axis if self._holders is None or self._holders.run(axis) == 1 else f"{axis}/experts"
 
     def reductions_of(self, sum_over: tuple[str, ...]) -> tuple[Reduction, ...]:
         """What the gradient of a vector is reduced over whose partial sums lie on the ranks of ``sum_over`` too."""

@@ -58,7 +58,7 @@ def command_line(plan: GridPlan, candidate: Candidate) -> str:
     """Return the command of one candidate; of one that is left out, or that only the planner knows, an empty text."""
     asked, run, model, stages = plan.request, candidate.run, plan.request.workload, candidate.stages
     alone = candidate.algorithm == "axonn" and not model.trained_as
-    if candidate.time is None or not (model.trained_as or alone):
+    if candidate.time is None or not (model.trained_as or alone) or (alone and run.context > 1):
         return ""
     overlap = ",".join(name for name in OVERLAPS if name in run.overlap) or "none"
     pieces = run.micro_batches if stages is None and run.micro_batches > 1 else 0
@@ -78,7 +78,7 @@ def command_line(plan: GridPlan, candidate: Candidate) -> str:
         "--grid": candidate.grid, "--device": "cuda", "--data": "DATA", "--steps": steps_of(plan),
         "--batch-size": batch_of(plan, candidate), "--seq-len": model.seq_length, **_parallel(candidate),
         "--accumulate": pieces, "--recompute": run.recompute != "none", **_saves_memory(run), "--zero": run.zero,
-        "--chunked-loss": run.chunked_loss,
+        "--chunked-loss": run.chunked_loss, **_context(run),
         "--precision": asked.precision if asked.precision != "bf16-mixed" else "",
         "--gather-cache": gather_cache(model, run.cached_gathers), **options,
     }  # fmt: skip
@@ -96,6 +96,7 @@ def litgpt_line(plan: GridPlan, candidate: Candidate) -> str:
         "sequence parallelism": run.sequence_parallel,
         "groups of Muon": run.optimizer == "muon",
         "loss in chunks": run.chunked_loss,
+        "context in stages": run.context > 1 and candidate.stages is not None,
         "dropped weights": grid.z > 1 and run.cached_gathers < 1,
         "a length beyond the model's": _longer(model),
         "overlaps that are off": len(run.overlap) < len(OVERLAPS),
@@ -105,11 +106,11 @@ def litgpt_line(plan: GridPlan, candidate: Candidate) -> str:
     batch, held = batch_of(plan, candidate), run.held_as(grid)
     pieces = 1 if candidate.stages is not None else run.micro_batches
     options: Words = {
-        "--model_config": model.file, "--grid": grid, **_parallel(candidate), **_saves_memory(run),
+        "--model_config": model.file, "--grid": grid, **_parallel(candidate), **_saves_memory(run), **_context(run),
         "--vocab-loss": True, "--precision": plan.request.precision, "--data": "LocalText",
         "--data.paths": '["DATA"]', "--tokenizer_dir": "TOKENIZER",
     }  # fmt: skip
-    train = {"global_batch_size": batch, "micro_batch_size": batch // (held.z * held.data) // pieces,
+    train = {"global_batch_size": batch, "micro_batch_size": batch * run.context // (held.z * held.data) // pieces,
              "max_seq_length": model.seq_length, "max_tokens": steps_of(plan) * batch * model.seq_length}  # fmt: skip
     start = [*torchrun(plan), "litgpt", "pretrain", model.name if model.file else model.trained_as]
     return shlex.join([*start, *_typed(options), *(f"--train.{name}={value}" for name, value in train.items())])
@@ -128,6 +129,10 @@ def _saves_memory(run: RunOptions) -> Words:
         "--optimizer": run.optimizer if run.optimizer != "adamw" else "",
         "--sequence-parallel": run.sequence_parallel,
     }
+
+
+def _context(run: RunOptions) -> Words:
+    return {"--context": run.context if run.context > 1 else 0}
 
 
 def _parallel(candidate: Candidate) -> Words:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from axo.grid import AXES, Grid
 from axo.matmul import cost
 from axo.perf.flops import newton_schulz_flops
-from axo.perf.layers import Layer, LinearKind, seen
+from axo.perf.layers import AttentionKind, Layer, LinearKind, seen
 from axo.perf.machine import Machine
 from axo.perf.run_options import RunOptions
 from axo.perf.workload import Block, Workload
@@ -137,6 +137,7 @@ class LayerCost(NamedTuple):
         gather, scatter: Over z: all-gather of the weight; reduce-scatter of dW, all-reduce of the bias gradient.
         reduced, reduces: Bytes that are all-reduced over data, the same for any size of it, and in how many calls.
         x, y: Collectives over these axes.
+        z: Keys and values among ranks that share sequences.
     """
 
     forward: float
@@ -149,6 +150,7 @@ class LayerCost(NamedTuple):
     reduces: float
     x: AxisCost
     y: AxisCost
+    z: AxisCost
 
 
 def layer_cost(
@@ -164,7 +166,10 @@ def layer_cost(
     again = 0.0 if layer.results_stay else forward
     calls = layer.calls(grid, rows * (grid.x * grid.z if square else 1), run)
     if not calls:
-        return LayerCost(forward, input_grad, weight_grad, again, 0.0, 0.0, 0.0, 0.0, SILENT, SILENT)
+        return LayerCost(forward, input_grad, weight_grad, again, 0.0, 0.0, 0.0, 0.0, SILENT, SILENT, SILENT)
+    if isinstance(layer, AttentionKind):
+        z = _exchange(calls, grid, run, machine, forward, input_grad)
+        return LayerCost(forward, input_grad, weight_grad, again, 0.0, 0.0, 0.0, 0.0, SILENT, SILENT, z)
     sums = {axis: dict.fromkeys(("output", "blocking", "reduce", *STEPS_OF.values()), 0.0) for axis in "xy"}
     gather = scatter = reduced = reduces = 0.0
     for call in calls:
@@ -183,7 +188,7 @@ def layer_cost(
             sums[call.axis][STEPS_OF[call.phase]] += seconds
         else:
             sums[call.axis]["output" if call.phase == cost.FORWARD else "blocking"] += seconds
-    over = []
+    over = list[AxisCost]()
     shown = _shown_steps(sums, cost.FORWARD, blocks, forward)
     shown_backward = _shown_steps(sums, cost.BACKWARD, 2 * blocks, input_grad + weight_grad)
     for output, blocking, reduce, steps, steps_backward in (each.values() for each in sums.values()):
@@ -191,7 +196,31 @@ def layer_cost(
         blocking += shown_backward * steps_backward
         both = hidden + (1.0 - shown_backward) * steps_backward
         over.append(AxisCost(output, output, blocking, reduce, max(0.0, reduce - weight_grad), both, hidden))
-    return LayerCost(forward, input_grad, weight_grad, again, gather, scatter, reduced, reduces, *over)
+    x, y = over
+    return LayerCost(forward, input_grad, weight_grad, again, gather, scatter, reduced, reduces, x, y, SILENT)
+
+
+def _exchange(
+    calls: list[cost.Call], grid: Grid, run: RunOptions, machine: Machine, forward: float, backward: float
+) -> AxisCost:
+    """The ring of keys and values: each piece is on its way while the one before it is attended to."""
+    ring = run.context_grid(grid)
+    crosses = machine.crosses_nodes(ring, "z")
+    rate = machine.to_another_node if crosses else machine.bandwidth(ring, "z")
+    latency = 1e-6 * (machine.latency_inter_us if crosses else machine.latency_intra_us)
+    sent = dict.fromkeys((cost.FORWARD, cost.BACKWARD), 0.0)
+    for call in calls:
+        if call.op == "send":
+            sent[call.phase] += call.calls * (call.elements * call.itemsize / rate + latency)
+    beside = (run.context - 1) / run.context
+    shown, blocking = (
+        max(0.0, seconds - beside * products)
+        for seconds, products in zip(sent.values(), (forward, backward), strict=True)
+    )
+    hidden, behind = sent[cost.FORWARD] - shown, sent[cost.BACKWARD] - blocking
+    if run.selective:  # they are sent again, and attention does not run again
+        return AxisCost(shown, sent[cost.FORWARD], blocking, 0.0, 0.0, hidden + behind, 0.0)
+    return AxisCost(shown, shown, blocking, 0.0, 0.0, hidden + behind, hidden)
 
 
 def _shown_steps(sums: dict[str, dict[str, float]], phase: str, count: int, compute: float) -> float:
@@ -206,27 +235,29 @@ class BlockCost(NamedTuple):
     Attributes:
         all: The sums of its layers.
         last_scatter: Of the layer whose backward comes last.
-        segments: From one gathered weight to the next: its gather, products and outputs, outputs over x, over y.
+        segments: From one gathered weight to the next: its gather, products and outputs, outputs over x and y, and
+            what goes round over z.
     """
 
     all: LayerCost
     last_scatter: float
-    segments: list[tuple[float, float, float, float]]
+    segments: list[tuple[float, ...]]
 
 
 def block_cost(costs: list[LayerCost], unsummed: int | None) -> BlockCost:
     """Add up the layers of a block; ``unsummed``: the place of one whose output recomputation does not sum again."""
     if unsummed is not None:
         costs[unsummed] = costs[unsummed]._replace(x=costs[unsummed].x._replace(again=0.0))
-    *columns, x, y = zip(*costs, strict=True)
-    over = (AxisCost._make(map(sum, zip(*axis, strict=True))) for axis in (x, y))
-    segments, gather, path, sums = [], 0.0, 0.0, (0.0, 0.0)
+    *columns, x, y, z = zip(*costs, strict=True)
+    over = (AxisCost._make(map(sum, zip(*axis, strict=True))) for axis in (x, y, z))
+    segments, gather, path, sums = list[tuple[float, ...]](), 0.0, 0.0, (0.0, 0.0, 0.0)
     for one in costs:
         if one.gather and path:
             segments.append((gather, path, *sums))
-            gather, path, sums = 0.0, 0.0, (0.0, 0.0)
-        gather, path = gather + one.gather, path + one.forward + one.x.output + one.y.output
-        sums = sums[0] + one.x.output, sums[1] + one.y.output
+            gather, path, sums = 0.0, 0.0, (0.0, 0.0, 0.0)
+        outputs = one.x.output, one.y.output, one.z.output
+        gather, path = gather + one.gather, path + one.forward + outputs[0] + outputs[1] + outputs[2]
+        sums = sums[0] + outputs[0], sums[1] + outputs[1], sums[2] + outputs[2] + one.z.hidden_forward
     segments.append((gather, path, *sums))
     last_scatter = next((one.scatter for one in costs if one.scatter), 0.0)
     return BlockCost(LayerCost._make([*map(sum, columns), *over]), last_scatter, segments)

@@ -361,6 +361,14 @@ class AttentionKind(Layer):
     def flops(self, rows: float, attended: float) -> float:
         return 4.0 * rows * attended * self.in_features
 
+    def _calls(
+        self, grid: Grid, rows: int, run: RunOptions, recompute: bool, gathers: int, where: dict[str, Any]
+    ) -> list[cost.Call]:
+        return cost.attention(
+            grid, 1, chunk(rows, grid.z), *self.local_heads(grid), self.in_features // max(1, self.heads),
+            context=run.context, kind="ring", itemsize=run.itemsize, recompute=recompute,
+        )  # fmt: skip
+
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
         seconds = 4.0 * rows * attended * self._width(grid) / machine.attention_flops
         return seconds, 2.0 * seconds, 0.0
@@ -378,7 +386,11 @@ class AttentionKind(Layer):
         if self.scores:  # capped, softmax in fp32, and that cast; no logarithm
             cast = run.itemsize / FP32
             saved, kept = mine * tensors + scores * (2 if run.itemsize == FP32 else 1 + 2 * cast), scores * cast
-        return LayerBytes(saved, run.itemsize * mine * 4 * width + 2.0 * scores, run.itemsize * mine * width + kept)
+        # Selective recomputation keeps what each call of the operator gives: in a context one for each piece of queries
+        # and each piece of keys before it, of 2c pieces.
+        parts = run.context + 0.5 if run.context > 1 else 1.0
+        results = parts * (run.itemsize * mine * width + kept)
+        return LayerBytes(saved, run.itemsize * mine * 4 * width + 2.0 * scores, results)
 
 
 @dataclass(frozen=True, eq=False)

@@ -151,12 +151,13 @@ class GridPlan:
     def forced(self) -> str:
         """Say what the batch leaves no choice about; empty where it forces nothing."""
         gpus, sequences = self.request.gpus, self.request.sequences
-        if gpus <= sequences:
+        if gpus <= sequences or self.request.context != 1:
             return ""
         what = "x*y" if self.request.pipeline == (1,) else "x*y times the stages"
         return (
             f"the batch has {sequences} sequences for {gpus} GPUs, so {what} must be at least {-(-gpus // sequences)};"
-            f" a batch of {gpus * self.request.workload.seq_length:,} tokens would leave the choice"
+            f" a batch of {gpus * self.request.workload.seq_length:,} tokens would leave the choice, and so does"
+            " --context 0, which cuts sequences"
         )
 
     def decision(self) -> str:
@@ -269,10 +270,19 @@ def consider(
         tried: The ways that are tried; None: all of the request.
         algorithm: One of ``ALGORITHMS``.
     """
-    costs, asked = costs or request.costs(), request.run_options(algorithm=algorithm)
+    costs, contexts = costs or request.costs(), request.contexts(grid) if algorithm == "axonn" else [1]
+    if len(contexts) > 1:
+        each = [consider(replace(request, context=one), grid, stages, costs, tried, algorithm) for one in contexts]
+        fits = [one for one in each if not one.reason]
+        # The fewest of equals, which differ in roundings.
+        return (
+            min(fits, key=lambda one: one.seconds * (1 + 1e-6 * one.run.context)) if fits else min(each, key=_missing)
+        )
+    context = request.context_of(grid)
+    asked = request.run_options(algorithm=algorithm, context=context or 1)
     none = Candidate(grid, asked, stages=Stages(stages, request.schedules[0], (0, 0)) if stages > 1 else None)
     reason = request.impossible(grid, algorithm)
-    sizes = reason or _sizes(request, asked.held_as(grid), stages)
+    sizes = reason or _sizes(request, asked.held_as(grid), stages, context)
     if isinstance(sizes, str):
         return replace(none, reason=sizes)
     if stages > 1 and not (state := _state(request, grid, stages)).fits(request.machine):
@@ -283,7 +293,7 @@ def consider(
         keeps = 0.0
     on, best, nearest = _Trial(request, grid, costs), none, none
     shortest, floors = math.inf, dict[tuple[object, ...], float]()  # seconds of the best; of runs without recomputation
-    ways = request.ways(grid, algorithm) if tried is None else tried
+    ways = [way._replace(context=context) for way in (request.ways(grid, algorithm) if tried is None else tried)]
     smallest = {(way.recompute, way.sequence_parallel): way for way in ways}  # the last: its optimizer's state is
     for way in ways:
         every = [
@@ -392,6 +402,11 @@ class _Trial:
         return every[first:] if self.request.search else every[first : first + 1]
 
 
+def _missing(one: Candidate) -> float:
+    """Bytes of a candidate that does not fit; infinite where they were not counted."""
+    return math.inf if one.memory is None else one.bytes
+
+
 def _needs(request: Request, held: Memory) -> str:
     """The reason of a grid that needs too much."""
     return f"needs {held.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
@@ -405,12 +420,12 @@ def _state(request: Request, grid: Grid, ranks: int) -> Memory:
     return Memory(each, 0.0, moments, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def _sizes(request: Request, grid: Grid, stages: int) -> list[tuple[int, int]] | str:
+def _sizes(request: Request, grid: Grid, stages: int, context: int) -> list[tuple[int, int]] | str:
     """The numbers of micro-batches to try, each with the rows of one data-parallel group; or why there are none.
 
     1, 2, 4, ... down to one sequence a rank, or the number that is asked for; of stages those of the fewest sequences.
     """
-    data, asked = grid.z * grid.data, request.micro_batches
+    data, asked = grid.z * grid.data // context, request.micro_batches
     if stages == 1:
         mine = -(-request.sequences // data)
         counts = [max(1, min(asked, mine))]
@@ -420,14 +435,15 @@ def _sizes(request: Request, grid: Grid, stages: int) -> list[tuple[int, int]] |
         mine, rest = divmod(request.sequences, data)
         least = stages * max(2 if name == "dualpipev" else 1 for name in request.schedules)
         if rest:
-            return f"z*data={data} does not divide the {request.sequences} sequences, as stages want"
+            what = "z*data" + "/context" * (context > 1)
+            return f"{what}={data} does not divide the {request.sequences} sequences, as stages want"
         if mine < least:
             return f"a rank has {mine} sequences for {stages} stages, which want {least} micro-batches"
         if asked and mine % asked:
             return f"micro_batches={asked} do not divide the {mine} sequences of a rank"
         every = (mine // size for size in range(1, mine // least + 1) if mine % size == 0)
         counts = [asked] if asked else list(itertools.islice(every, SIZES_TRIED))
-    return [(pieces, -(-mine // pieces) * grid.z * request.workload.seq_length) for pieces in counts]
+    return [(pieces, -(-mine // pieces) * (grid.z // context) * request.workload.seq_length) for pieces in counts]
 
 
 def _shapes(

@@ -14,12 +14,14 @@ from axo.arrangement import ARRANGEMENTS
 from axo.grid import Grid
 from axo.perf import pipeline_schedule as schedules
 from axo.perf.layer_time import Costs
+from axo.perf.layers import AttentionKind
 from axo.perf.machine import Machine
 from axo.perf.run_options import OPTIMIZERS, OVERLAPS, PRECISIONS, RECOMPUTATION, RunOptions
 from axo.perf.workload import Workload
 
 ALGORITHMS = ("axonn", "tesseract")
 MOST_GPUS = 2**20
+MORE_CONTEXTS = 2
 _WORDS = {
     "gather": (("auto", "keep", "drop"), "known"),
     "precision": (("bf16-mixed", "bf16-true"), "planned"),
@@ -57,6 +59,7 @@ class Request:
             searched.
         pipeline: Numbers of stages (ranks of a pipeline) that are tried; (1,): none.
         schedules: Of stages.
+        context: Neighbours along z that hold pieces of the same sequences; 0: as few as the batch needs on each grid.
         overlap, zero, recompute, offload, sequence_parallel, optimizer, chunked_loss: See ``RunOptions``.
     """
 
@@ -79,6 +82,7 @@ class Request:
     sequence_parallel: bool = False
     optimizer: str = "adamw"
     chunked_loss: bool = False
+    context: int = 1
 
     def __post_init__(self) -> None:
         for wrong in self._mistakes():
@@ -106,6 +110,15 @@ class Request:
             )
         if self.sequence_parallel and self.chunked_loss:
             yield "a head whose loss comes in chunks takes no split tokens; leave sequence_parallel or chunked_loss out"
+        if not _is_count(self.context, 0):
+            yield f"context={self.context!r} is not a count of ranks; use 0 for as few as the batch needs"
+        if self.context != 1 and (self.sequence_parallel or "tesseract" in self.algorithms):
+            yield "sequences over ranks go with axonn and whole tokens alone; leave context or the other out"
+        cut = any(layer.experts == 1 and layer.rows != 1 for _, layer in model.layers)
+        if self.context != 1 and (cut or not model.stacked):
+            yield f"{model.name} is no transformer: ranks cannot share its samples; leave context out"
+        if self.context != 1 and any(isinstance(layer, AttentionKind) and layer.scores for _, layer in model.layers):
+            yield f"{model.name} caps the scores of attention, which the planner does not know over several ranks"
         if self.batch_tokens < length:
             yield f"a batch of {self.batch_tokens} tokens is less than one sequence of {length}"
         for name, (known, verb) in _WORDS.items():
@@ -133,9 +146,12 @@ class Request:
 
     def impossible(self, grid: Grid, algorithm: str = "axonn") -> str:
         """Say what stands against a grid; empty where nothing does."""
-        workload, parts = self.workload, ARRANGEMENTS[algorithm].row_parts(grid)
+        workload, context = self.workload, self.context_of(grid)
+        if not context:
+            return f"context={self.context} does not divide z={grid.z}"
+        parts = ARRANGEMENTS[algorithm].row_parts(grid) // context
         if parts > self.sequences:
-            rows = "z*data" if algorithm == "axonn" else "z*data*x"
+            rows = "z*data*x" if algorithm != "axonn" else "z*data" + "/context" * (context > 1)
             return f"{rows}={parts} is more than the {self.sequences} sequences of the batch"
         if self.sequence_parallel and workload.seq_length % grid.x:
             return f"x={grid.x} does not divide seq_length={workload.seq_length}, whose tokens it is to split"
@@ -147,6 +163,22 @@ class Request:
                 return f"the planner knows no convolutions with Tesseract ({strange})"
         return workload.misfit(grid)
 
+    def contexts(self, grid: Grid) -> list[int]:
+        """Numbers of neighbours along z that may share sequences on ``grid``: what is asked for, where it divides z.
+
+        Where nothing is: the fewest that leave each of their groups a sequence, and the next ``MORE_CONTEXTS``, which
+        round less, and hold less; all of z, if not even those do.
+        """
+        if self.context:
+            return [self.context] if grid.z % self.context == 0 else []
+        fewest = -(-grid.z * grid.data // self.sequences)
+        enough = [count for count in range(fewest, grid.z + 1) if grid.z % count == 0]
+        return enough[: 1 + MORE_CONTEXTS] or [grid.z]
+
+    def context_of(self, grid: Grid) -> int:
+        """The fewest of them; 0: there are none."""
+        return min(self.contexts(grid), default=0)
+
     def ways(self, grid: Grid, algorithm: str = "axonn") -> list[RunOptions]:
         """Return the ways to run a grid that are tried, those whose optimizer's step is slower last.
 
@@ -156,16 +188,17 @@ class Request:
         if algorithm == "tesseract":
             full = "none" if self.recompute == "none" else "full"
             return [self.run_options(algorithm=algorithm, recompute=full, zero=0)]
+        context = self.context_of(grid)
         if not self.search:
-            return [self.run_options()]
-        splits = self.workload.splits_tokens and grid.x > 1 and self.workload.seq_length % grid.x == 0
+            return [self.run_options(context=context)]
+        splits = context == 1 and self.workload.splits_tokens and grid.x > 1 and self.workload.seq_length % grid.x == 0
         every = itertools.product(
             (True,) if self.offload else (False, True) if self.optimizer == "adamw" else (False,),
             (True,) if self.sequence_parallel else (False, True) if splits else (False,),
             RECOMPUTATION,
             (0,) if grid.data == 1 else (0, 2),
         )
-        return [self.run_options(recompute=how, zero=zero, offload=offload, sequence_parallel=split)
+        return [self.run_options(recompute=how, zero=zero, offload=offload, sequence_parallel=split, context=context)
                 for offload, split, how, zero in every if zero or not offload or grid.data == 1]  # fmt: skip
 
     def run_options(self, **changes: Any) -> RunOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from axo.grid import Grid
@@ -50,6 +51,8 @@ class RunOptions(NamedTuple):
             orthogonalizes).
         chunked_loss: Logits never exist whole (``axo.nn.linear_cross_entropy``): the forward of head and loss makes
             them in chunks of rows, and all gradients of the head with them.
+        context: Neighbours along z that hold pieces of the same sequences, whose keys and values go
+            round among them ("ring").
     """
 
     batch_tokens: int
@@ -68,11 +71,12 @@ class RunOptions(NamedTuple):
     algorithm: str = "axonn"
     optimizer: str = "adamw"
     chunked_loss: bool = False
+    context: int = 1
 
     @property
     def of_layer(self) -> tuple[object, ...]:
         """What the collectives and the bytes of a layer depend on, beside rows, overlaps and dtypes."""
-        return self.sequence_parallel, self.algorithm, self.chunked_loss
+        return self.sequence_parallel, self.algorithm, self.chunked_loss, self.context
 
     @property
     def of_block(self) -> tuple[object, ...]:
@@ -91,11 +95,16 @@ class RunOptions(NamedTuple):
         words += [f"ZeRO-{self.zero}"] if self.zero else []
         words += ["optimizer offloaded"] * self.offload + ["tokens over x"] * self.sequence_parallel
         words += ["Muon"] * (self.optimizer == "muon") + ["loss in chunks"] * self.chunked_loss
+        words += [f"sequences over {self.context}"] * (self.context > 1)
         return ", ".join(words) or "no recomputation"
 
     def token_ranks(self, grid: Grid) -> int:
         """Ranks that the tokens of the residual stream are split over."""
         return grid.x if self.sequence_parallel else 1
+
+    def context_grid(self, grid: Grid) -> Grid:
+        """The grid whose z are the ranks that share sequences."""
+        return replace(grid, z=self.context, data=grid.data * grid.z // self.context)
 
     def optimizer_share(self, grid: Grid) -> float:
         """Share of its parameters whose optimizer state a rank has."""

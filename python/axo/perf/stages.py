@@ -152,20 +152,21 @@ class StageTimes:
     def _one(self, block: Block, splits: bool) -> PartTimes:
         run, again = self.run, block.reruns(self.run)
         one = self.costs.block(block, self.grid, self.rows, run).all
-        axes = one.x, one.y
+        axes = one.x, one.y, one.z
         shows = [of.shown if "oar" in run.overlap and not splits else of.reduce for of in axes]
         waits = [of.blocking + again * of.again for of in axes]
         rerun = again * (one.again if run.selective else one.forward)
         products, weights = one.forward + one.input_grad + one.weight_grad + rerun, one.weight_grad
-        forward = ahead = one.forward + one.x.output + one.y.output
+        forward = ahead = one.forward + sum(of.output for of in axes)
         inputs = one.input_grad + rerun + sum(waits) + sum(shows)
-        shown = [of.output + wait + show for of, wait, show in zip(axes, waits, shows, strict=True)]
-        sent = [of.output + wait + of.reduce for of, wait in zip(axes, waits, strict=True)]
-        shown_z = sent_z = once = once_sent = 0.0
+        *shown, shown_z = [of.output + wait + show for of, wait, show in zip(axes, waits, shows, strict=True)]
+        *sent, sent_z = [of.output + wait + of.reduce for of, wait in zip(axes, waits, strict=True)]
+        sent_z += one.z.hidden + again * one.z.hidden_forward
+        once = once_sent = 0.0
         if one.gather:
             dropped, oag = (1.0 - run.cached_gathers) * one.gather, "oag" in run.overlap
             before, behind = (max(0.0, dropped - path) if oag else dropped for path in (ahead, inputs + weights))
-            sent_z, shown_z = 2 * dropped, before + behind
+            sent_z, shown_z = sent_z + 2 * dropped, shown_z + before + behind
             forward, inputs = forward + before, inputs + behind
             kept = run.cached_gathers * one.gather
             once = max(0.0, kept - ahead) if oag else kept
@@ -183,10 +184,10 @@ class StageTimes:
         """Seconds of one message: all ranks of a node send at the same time."""
         on, ranks = self.machine, self.grid.world_size
         if ranks < on.gpus_per_node and on.gpus_per_node % ranks == 0:
-            rate, latency = on.intra(ranks, on.gpus_per_node // ranks), on.latency_intra_us
+            rate, latency = 1e9 * on.intra(ranks, on.gpus_per_node // ranks), on.latency_intra_us
         else:
-            rate, latency = on.inter_gbs * on.network_fraction / on.gpus_per_node, on.latency_inter_us
-        return self.message() / (1e9 * rate) + 1e-6 * latency
+            rate, latency = on.to_another_node, on.latency_inter_us
+        return self.message() / rate + 1e-6 * latency
 
     def _ranks(self, stages: Stages) -> tuple[dict[Workload, PartTimes], float]:
         """What each different part takes, and ``estimate``: the same wherever the optimizer's state is."""

@@ -17,6 +17,7 @@ from axo.launch import Rank
 from axo.perf import machine, planner, readers
 from axo.perf.grid_choice import choose, schedules_for, stage_counts
 from axo.train import models
+from axo.train.check import check_grid
 from axo.train.config import TrainConfig
 
 _PLANNED = {"bf16-mixed": "bf16-mixed", "16-mixed": "bf16-mixed", "bf16-true": "bf16-true"}
@@ -53,6 +54,7 @@ def chosen(
     for right, planned in (
         (config.algorithm == "axonn", f"axonn; with algorithm={config.algorithm}"),
         (config.context == 1, f"whole sequences; with context={config.context}"),
+        (config.experts == 1, f"experts on all data ranks; with experts={config.experts}"),
         (config.precision in _PLANNED, f"{', '.join(_PLANNED)}, not precision={config.precision!r};"),
         (
             config.offload in ("none", "optimizer"),
@@ -103,3 +105,13 @@ def chosen(
         cuts = kept.get("cuts", ",".join(map(str, best.stages.bounds[1:-1])))
         changes |= {"microbatches": best.run.micro_batches, "cuts": cuts}
     return replace(config, **changes), choice.tell(machine_name or on.name)
+
+
+def planned(config: TrainConfig, machine_name: str, given: Collection[str], ranks: int) -> TrainConfig:
+    """What ``chosen`` gives on so many new ranks, checked as a grid of the user's is.
+
+    Raises:
+        ValueError: As for :func:`chosen`, and for ``axo.train.check.check_grid``.
+    """
+    check_grid(config := chosen(config, None, ranks, machine_name, given)[0])
+    return config

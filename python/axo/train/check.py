@@ -21,15 +21,20 @@ from axo.arrangement import Arrangement, arrangement_of
 from axo.checkpoint import folder
 from axo.comm import flight
 from axo.comm.device_choice import check_device
+from axo.grid import check_experts
 from axo.nn.context import check_kind
 from axo.offload.options import Offload
 from axo.overlap.options import Overlap
 from axo.perf import cut, pipeline_schedule
 from axo.placement import check_divides
-from axo.plans import context
+from axo.plans import context, experts
 from axo.plans.litgpt import plan
 from axo.train import data, models
 from axo.train.config import CHECKPOINTS, KEPT, LOG_NAME, OPTIMIZERS, PLOT_NAME, PRECISIONS, TrainConfig
+
+_NOT_WITH_EXPERTS = {
+    "pipeline": 1, "context": 1, "offload": "none", "elastic": None, "sequence_parallel": False, "optimizer": "adamw",
+}  # fmt: skip
 
 
 def check(config: TrainConfig, one_machine: bool = False) -> data.Batches:
@@ -77,6 +82,8 @@ def check_grid(config: TrainConfig) -> tuple[Config, nn.Module]:
     plan.check(empty, config.grid, arrangement_of("train", config.algorithm), config.sequence_parallel)
     if config.context > 1:
         context.check(empty, config.context_kind, config.context, config.grid.x)
+    if config.experts > 1:
+        experts.check(empty, config.grid, config.experts, {"zero": config.zero})
     return model, empty
 
 
@@ -104,6 +111,7 @@ def check_step(config: TrainConfig) -> Config:
         arrangement.only_axonn("train: sequence-parallel")
         check_divides("train", "seq-len", config.seq_len, "x", config.grid.x)
     _check_context(config, arrangement)
+    _check_experts(config, arrangement)
     rows = len(data.rank_rows(config.batch_size, config.grid, config.grid.coords(0), arrangement, config.context))
     if rows % config.accumulate:
         raise ValueError(
@@ -155,6 +163,19 @@ def _check_context(config: TrainConfig, arrangement: Arrangement) -> None:
         raise ValueError(f"train: sequence-parallel with context={config.context} is not supported; leave one out")
 
 
+def _check_experts(config: TrainConfig, arrangement: Arrangement) -> None:
+    check_experts("train", config.grid, config.experts)
+    if config.experts == 1:
+        return
+    arrangement.only_axonn("train: experts")
+    for other, off in _NOT_WITH_EXPERTS.items():
+        if (value := getattr(config, other)) != off:
+            name = other.replace("_", "-")
+            raise ValueError(
+                f"train: {name}={value} with experts={config.experts} is not supported; leave one of the two out"
+            )
+
+
 def _check_stages(config: TrainConfig, blocks: int, rows: int) -> None:
     """Check the options of stages: of a model of so many blocks, with so many rows of a rank in a piece."""
     pipeline_schedule.check_algorithm(config.schedule, config.algorithm)
@@ -189,14 +210,26 @@ def check_machine(config: TrainConfig, model: nn.Module) -> None:
         return
     parameters = sum(parameter.numel() for parameter in model.parameters())
     # Weights, gradients and AdamW's two moments, once over all ranks: what is replicated, and activations, come on top.
-    needed = 4 * parameters * (2 if config.precision == "bf16-true" else 4)
+    # With --elastic two copies in memory and the one that ranks write from.
+    copies = 0 if config.elastic is None else 3 * copy_bytes(config, model)
+    needed = 4 * parameters * _element(config) + copies
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
+        beside = f", with the copies of elastic={config.elastic}," if copies else ""
         raise ValueError(
             f"train: model {config.model!r} has {parameters:,} parameters, whose weights, gradients and optimizer state"
-            f" take at least {needed / 2**30:,.1f} GiB, and this machine has {memory / 2**30:,.1f} GiB; use a smaller"
-            " model, or torchrun on more machines"
+            f"{beside} take at least {needed / 2**30:,.1f} GiB, and this machine has {memory / 2**30:,.1f} GiB; use a"
+            " smaller model, or torchrun on more machines"
         )
+
+
+def copy_bytes(config: TrainConfig, model: nn.Module) -> int:
+    """Bytes of a checkpoint of ``model``: its parameters and AdamW's two moments of each."""
+    return 3 * _element(config) * sum(parameter.numel() for parameter in model.parameters())
+
+
+def _element(config: TrainConfig) -> int:
+    return 2 if config.precision == "bf16-true" else 4
 
 
 def _check_offload(config: TrainConfig, blocks: int, device: str) -> None:

@@ -19,6 +19,7 @@ KEPT = ("nothing", "products")
 OPTIMIZERS = ("adamw", "muon")
 PRECISIONS = ("bf16-mixed", "32-true", "bf16-true", "16-mixed")
 LOG_NAME, PLOT_NAME, CHECKPOINTS = "log.jsonl", "loss.png", "checkpoints"  # in the run's folder
+RANKS_NAME = "ranks"  # there, with --elastic: how many the run is to have
 MODEL, RANKS, DATA, OPTIMIZER, OUTPUT = "Model", "Ranks", "Data", "Optimizer", "Output"
 
 
@@ -78,11 +79,15 @@ class TrainConfig:
     )
     context: int = _option(1, RANKS, "Neighbours along z that hold pieces of the same sequences.", AT_LEAST_1)
     context_kind: str = _option("ring", RANKS, "How these see each other's keys and values: ring, gather or heads.")
+    experts: int = _option(1, RANKS, "Neighbours along z, then data, that hold other experts each.", AT_LEAST_1)
     threads: int = _option(
         0, RANKS, "CPU threads of a rank; 0: its share of the cores.", Bounds("in [0, 4096]", 0, 4096)
     )
     elastic: str | None = _option(
-        None, RANKS, "When a rank dies, go on with fewer: at least MIN. MAX: those of --grid.", metavar="MIN:MAX"
+        None,
+        RANKS,
+        "Go on with fewer ranks when one dies, at least MIN, and with as many as OUT/ranks says. MAX: those of --grid.",
+        metavar="MIN:MAX",
     )
     copy_every: int = _option(10, RANKS, "With --elastic: steps between copies of the state in memory.", AT_LEAST_1)
     timeout: float = _option(600, RANKS, "Seconds that an operation between ranks may take.", POSITIVE)

@@ -1,35 +1,44 @@
-"""``axo train --elastic MIN:MAX``: when a rank dies the run goes on, with fewer ranks on another grid.
+"""``axo train --elastic MIN:MAX``: a run has fewer ranks when one dies, and as many as it is told, each time on another
+grid.
 
     all ranks     every ``copy_every`` steps: what a checkpoint holds, into a folder of this host's memory (tmpfs)
-    the launcher  sees that a rank has died, ends the others, takes the nearest grid of fewer ranks, forks them
+    a rank dies   the launcher sees it and ends the others
+    OUT/ranks     a number that somebody writes there: rank 0 reads it with the next copy, after which all ranks end
+    the launcher  takes the most ranks up to that number (of dead ones: one less) on which the run fits, forks them
     new ranks     connect, load the newest copy onto their grid (``axo.checkpoint``), and go on
 
 The launcher owns the folder, so it outlives every rank; when the launcher has been killed, the next one removes it. A
 death costs the steps since the newest complete copy, which is written while the next steps run: ``copy_every``, and
-those that it takes to write one. Batch, order of the data and schedule are the run's, whatever the grid: the losses are
-those of a run that nothing happened to.
+those that it takes to write one. A number that is told costs none. Batch, order of the data and schedule are the run's,
+whatever the grid: the losses are those of a run that nothing happened to.
 
-Not here: ranks of several hosts, whose memory is lost with them, and more ranks than before. Both are refused.
+Not here: ranks of several hosts, whose memory is lost with them. They are refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from axo import files
+from axo.checkpoint import folder as folders
 from axo.checkpoint.folder import latest, number_of, run_of
 from axo.grid import AXES, Grid
-from axo.launch import RankFailed, own_folder
-from axo.train.check import check_grid
-from axo.train.config import CHECKPOINTS, TrainConfig
+from axo.launch import Interrupted, RankFailed, Termination, handled, own_folder
+from axo.train.check import check_grid, copy_bytes
+from axo.train.config import CHECKPOINTS, RANKS_NAME, TrainConfig
 
+OnRanks = Callable[[int], TrainConfig]
 _MEMORY = "/dev/shm"
-_COPY_BYTES = 12  # of a parameter: itself and AdamW's two moments, in fp32
+_MOST_REQUEST = 64  # bytes
 
 
 @dataclass
@@ -38,21 +47,72 @@ class StateCopies:
 
     Attributes:
         folder: On tmpfs.
-        noticed: When a rank had died and the launcher had ended the others, by the monotonic clock; None: none has.
+        original: The run as it was begun, on MAX ranks.
+        on_ranks: Gives it on so many ranks, or raises ValueError: ``nearest``, or the planner.
+        event: Why its ranks were started: "" at first; "recovered", "resized" as in the log.
+        noticed: When the ranks before these had ended, by the monotonic clock; None: there were none.
         seconds: What has passed since then, in parts.
+        shortages: Deaths while the system killed processes as memory was short.
     """
 
     folder: str
+    original: TrainConfig
+    on_ranks: OnRanks
+    event: str = ""
     noticed: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    shortages: int = 0
+    _killed: int = field(default_factory=lambda: _killed_for_memory())
+
+    def begin(self, event: str) -> None:
+        """The ranks have ended; those that follow come to go on."""
+        self.event, self.noticed, self.seconds = event, time.monotonic(), {}
 
     def mark(self, part: str) -> None:
         """``part`` is what has passed since the part before."""
         if self.noticed is not None:
             self.seconds[part] = time.monotonic() - self.noticed - sum(self.seconds.values())
 
+    def newest(self) -> Path | None:
+        """The newest copy, or a checkpoint of the run that is newer."""
+        copy = latest(self.folder)
+        if copy is None or not self.original.saves:
+            return copy
+        saved = latest(Path(self.original.out, CHECKPOINTS), run=run_of(copy))
+        return copy if saved is None or number_of(saved) <= number_of(copy) else saved
 
-def check_elastic(config: TrainConfig) -> None:
+    def keep(self) -> str:
+        """Make the newest copy a checkpoint of the run, where that saves and has none so new. Says so; "": it is none.
+
+        The ranks have ended.
+        """
+        copy = self.newest()
+        marker = None if copy is None or copy.parent != Path(self.folder) else folders.read_marker(copy)
+        if copy is None or marker is None or marker.metadata is None or not self.original.saves:
+            return ""
+        final = Path(self.original.out, CHECKPOINTS, folders.name_of(marker.step)).absolute()
+        try:
+            part = folders.UnfinishedCheckpoint(final, marker.run)
+            try:
+                ignored = shutil.ignore_patterns(folders.MARKER)
+                shutil.copytree(copy, part.folder, ignore=ignored, dirs_exist_ok=True)
+                os.sync()
+                part.commit(marker.step, marker.metadata)
+            finally:
+                part.close()
+            folders.prune(final, self.original.keep, marker.run)
+        except (OSError, ValueError) as error:
+            return f"the newest copy, of step {marker.step}, cannot be kept ({error})"
+        return f"the newest copy is kept as {final}, of step {marker.step}"
+
+    def short_of_memory(self) -> bool:
+        """Whether the system has killed processes since the last look as memory was short."""
+        before, self._killed = self._killed, _killed_for_memory()
+        self.shortages += self._killed > before
+        return self._killed > before
+
+
+def check(config: TrainConfig, on_ranks: OnRanks) -> None:
     """Check what ``--elastic`` asks for.
 
     Raises:
@@ -62,7 +122,7 @@ def check_elastic(config: TrainConfig) -> None:
     least, most = _bounds(config)
     if most != config.ranks:
         raise ValueError(f"train: elastic={config.elastic}: grid {config.shown} has {config.ranks} ranks, not {most}")
-    if least < most and isinstance(smaller := _smaller(config), str):
+    if least < most and isinstance(smaller := _fitting(config, on_ranks, most - 1), str):
         raise ValueError(
             f"train: elastic={config.elastic}: no grid of {least} to {most - 1} ranks fits ({smaller}); use a smaller"
             " MIN, or another batch-size"
@@ -71,8 +131,7 @@ def check_elastic(config: TrainConfig) -> None:
         free = shutil.disk_usage(_MEMORY).free
     except OSError as error:
         raise ValueError(f"train: elastic={config.elastic} keeps copies in {_MEMORY}: {error.strerror}") from None
-    parameters = sum(parameter.numel() for parameter in check_grid(config)[1].parameters())
-    needed = 2 * _COPY_BYTES * parameters  # one stays until the next is complete
+    needed = 2 * copy_bytes(config, check_grid(config)[1])  # one stays until the next is complete
     if needed > free:
         raise ValueError(
             f"train: elastic={config.elastic}: two copies of the run's state take {needed / 2**30:,.1f} GiB, and"
@@ -82,28 +141,74 @@ def check_elastic(config: TrainConfig) -> None:
 
 
 @contextlib.contextmanager
-def copies_of_a_run() -> Iterator[StateCopies]:
-    """Room for the copies of one run, in this host's memory."""
-    with own_folder(_MEMORY) as folder:
-        yield StateCopies(folder)
-
-
-def after_a_death(config: TrainConfig, copies: StateCopies, error: RankFailed) -> TrainConfig:
-    """The run that goes on after ``error``: fewer ranks, and the newest copy or checkpoint.
+def copies_of_a_run(config: TrainConfig, on_ranks: OnRanks) -> Iterator[StateCopies]:
+    """Room for the copies of one run, in this host's memory; where a run that saves is ended, the newest is kept.
 
     Raises:
-        RankFailed: There is no smaller grid.
+        Interrupted: A signal came while there were no ranks.
     """
-    copies.noticed, copies.seconds = time.monotonic(), {}
-    smaller = _smaller(config)
+
+    def end(number: int, frame: Any) -> None:
+        raise Interrupted(number)
+
+    with own_folder(_MEMORY) as folder, handled(end, Termination.signals() if config.saves else ()):
+        copies = StateCopies(folder, config, on_ranks)
+        try:
+            yield copies
+        except Interrupted as error:
+            error.lost = copies.keep() or error.lost
+            raise
+        except RankFailed as error:
+            if error.lost and (kept := copies.keep()):  # not of an error of the run's own, such as a loss that is none
+                print(f"axo train: {kept}", flush=True)
+            raise
+
+
+def after_a_death(config: TrainConfig, copies: StateCopies, error: RankFailed) -> tuple[TrainConfig, str]:
+    """The run that goes on after ``error``, and why: fewer ranks, and the newest copy or checkpoint.
+
+    Raises:
+        RankFailed: There is no smaller grid, or memory was short before.
+    """
+    copies.begin("recovered")
+    why, smaller = str(error), _fitting(copies.original, copies.on_ranks, config.ranks - 1)
+    if copies.short_of_memory():
+        why += "; memory was short, and the system has killed a process"
+        if copies.shortages > 1:
+            smaller = "that was so before, and fewer ranks hold more each"
     if isinstance(smaller, str):
-        raise RankFailed(f"{error}; elastic={config.elastic} ends here: {smaller}", rank=error.rank, lost=True)
-    copy = latest(copies.folder)
-    if copy is None:  # before the first one the run has done nothing
-        return smaller
-    saved = latest(Path(config.out, CHECKPOINTS), run=run_of(copy)) if config.saves else None
-    newest = copy if saved is None or number_of(saved) <= number_of(copy) else saved
-    return replace(smaller, resume=str(newest), overwrite=False)
+        raise RankFailed(f"{why}; elastic={config.elastic} ends here: {smaller}", rank=error.rank, lost=True)
+    return _from_newest(smaller, copies), why
+
+
+def after_a_request(request: TrainConfig, copies: StateCopies) -> tuple[TrainConfig, str]:
+    """The run that goes on on the ranks that it was told to have, and why."""
+    copies.begin("resized")
+    return _from_newest(request, copies), f"{Path(request.out, RANKS_NAME)} said so"
+
+
+def requested_run(config: TrainConfig, copies: StateCopies) -> TrainConfig | None:
+    """The run on as many ranks as OUT/ranks says, which is removed; None: it goes on as it is."""
+    path, (least, most) = Path(config.out, RANKS_NAME), _bounds(config)
+    try:
+        text = files.read_text(path, _MOST_REQUEST).strip()
+        if not text:  # it is being written
+            return None
+        path.unlink()
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise ValueError(f"{path} says {files.shown(text)}, which is no number of ranks from {least} to {most}")
+        request = _fitting(copies.original, copies.on_ranks, int(text))
+        if not isinstance(request, str) and request.ranks != config.ranks:
+            return request
+        why = f"{path} says {text}, and no other grid of {least} to {text} ranks fits"
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        why = str(error)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    print(f"axo train: {why}; goes on with {config.ranks} ranks", flush=True)
+    return None
 
 
 def _bounds(config: TrainConfig) -> tuple[int, int]:
@@ -115,20 +220,48 @@ def _bounds(config: TrainConfig) -> tuple[int, int]:
     return int(least), int(most)
 
 
-def _smaller(config: TrainConfig) -> TrainConfig | str:
-    """The run on the most ranks below its own on which it fits, on the nearest grid; else why it fits on none."""
-    why = f"there are {config.ranks} ranks, and MIN is {_bounds(config)[0]}"
-    for ranks in range(config.ranks - 1, _bounds(config)[0] - 1, -1):
-        grids = [] if ranks % config.pipeline else Grid.all(ranks // config.pipeline)
-        for grid in sorted(grids, key=lambda grid: _distance(config.grid, grid)):
-            smaller = replace(config, grid=grid)
-            try:
-                check_grid(smaller)
-            except ValueError as error:
-                why = str(error)
-            else:
-                return smaller
+def nearest(original: TrainConfig, ranks: int) -> TrainConfig:
+    """The run on so many ranks, on the grid that is nearest to its own and that it fits on.
+
+    Raises:
+        ValueError: It fits on none; says why not on the last one.
+    """
+    problem = ValueError(f"{ranks} ranks do not divide over pipeline={original.pipeline} stages")
+    grids = [] if ranks % original.pipeline else Grid.all(ranks // original.pipeline)
+    for grid in sorted(grids, key=lambda grid: _distance(original.grid, grid)):
+        try:
+            check_grid(run := replace(original, grid=grid))
+            return run
+        except ValueError as error:
+            problem = error
+    raise problem
+
+
+def _fitting(original: TrainConfig, on_ranks: OnRanks, most: int) -> TrainConfig | str:
+    """The run on the most ranks, from ``most`` down to MIN, on which it fits; else why it fits on none."""
+    least = _bounds(original)[0]
+    why = f"there are {most + 1} ranks, and MIN is {least}"
+    for ranks in range(most, least - 1, -1):
+        try:
+            return on_ranks(ranks)
+        except ValueError as error:
+            why = str(error)
     return why
+
+
+def _from_newest(config: TrainConfig, copies: StateCopies) -> TrainConfig:
+    newest = copies.newest()
+    if newest is None:  # before the first one the run has done nothing
+        return config
+    return replace(config, resume=str(newest), overwrite=False)
+
+
+def _killed_for_memory() -> int:
+    """How many processes of this host the system has killed so far as memory was short; 0 where it does not say."""
+    try:
+        return int((re.findall(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE) or ["0"])[0])
+    except OSError:
+        return 0
 
 
 def _distance(one: Grid, other: Grid) -> tuple[float, int, int]:

@@ -5,8 +5,10 @@ The log is JSON lines: one header, one line a step, one summary. Each line is fl
 header: the options, versions, grid, device, transport, sizes of model and text, and the peak that MFU divides by.
 step:   step, loss, lr, grad_norm, seconds, tokens_per_s, memory_gb (1e9 bytes; the most that a rank has held so far,
         mean over ranks), comm_share (time blocked / time, mean over ranks, by axis and in all), model_flops,
-        hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown).
-recovered: after a rank's death (``--elastic``): start, noticed (monotonic clock), seconds of each part since then.
+        hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown); with --experts
+        expert_balance (rows of the rank whose experts got the most over the mean of ranks, mean over mixtures).
+recovered, resized: with ``--elastic``, after a rank's death, and on ranks that the run was told to have: start, noticed
+        (monotonic clock; when the ranks before had ended), seconds of each part since then.
 summary: steps, seconds, tail_loss, fused (how each product with its collective ran that could run as one, or why not).
 Units: seconds, tokens a second, flops of the whole step on all ranks. Model flops are those of
 ``axo.perf.flops.narayanan`` without recomputation, hardware flops with it where the run recomputes.
@@ -94,6 +96,7 @@ class TrainLog:
         line |= {"seconds": step.seconds, "tokens_per_s": step.tokens / step.seconds, "memory_gb": step.memory / 1e9}
         line |= {"comm_share": share | {"all": sum(share.values())}, "model_flops": self._flops[0]}
         line |= {"hardware_flops": self._flops[1], "mfu": mfu, "hfu": hfu}
+        line |= {} if step.balance is None else {"expert_balance": step.balance}
         self.write(line)
         return line
 
@@ -137,7 +140,8 @@ def _lines_before(path: Path, start: int) -> list[str]:
         except ValueError:  # the run was killed while it wrote
             continue
         kind, step = (entry.get("kind"), entry.get("step")) if isinstance(entry, dict) else (None, None)
-        if kind in ("header", "recovered") or (kind == "step" and isinstance(step, int | float) and step < start):
+        lasts = kind in ("header", "recovered", "resized")
+        if lasts or (kind == "step" and isinstance(step, int | float) and step < start):
             kept.append(line)
     return kept
 
@@ -167,6 +171,8 @@ class Display(Progress):
             figures += f" · comm {line['comm_share']['all']:.0%}"
         if line.get("mfu") is not None:
             figures += f" · MFU {line['mfu']:.1%}"
+        if "expert_balance" in line:
+            figures += f" · busiest experts {line['expert_balance']:.2f} x mean"
         now = time.perf_counter()
         first, since = self._first = min(self._first, (done, now))
         if not self.disable:

@@ -30,6 +30,7 @@ import axo
 from axo import pipeline
 from axo.comm.memory import most_held
 from axo.grid import AXES
+from axo.nn.experts import busiest, spread_experts
 from axo.perf import cut
 from axo.placement import context_ranges
 from axo.sharding import cut_sequence
@@ -43,7 +44,8 @@ _AXES = (*AXES, "world")
 @dataclass(frozen=True)
 class Step:
     """What one step gave. ``blocked`` is seconds a rank spent blocked in communication, by axis, and ``memory`` the
-    most bytes that it has held so far, means over ranks; ``stop`` is whether any rank was asked to end."""
+    most bytes that it has held so far, means over ranks; ``stop`` is whether any rank was asked to end; ``balance`` is
+    that of experts on several ranks (``axo.nn.experts.busiest``)."""
 
     index: int
     loss: float
@@ -54,6 +56,7 @@ class Step:
     blocked: dict[str, float]
     memory: float
     stop: bool = False
+    balance: float | None = None
 
 
 class Trainer:
@@ -82,6 +85,7 @@ class Trainer:
         self.loss = axo.nn.CrossEntropyLoss(
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
+        self._spread = spread_experts(self.model)
         self.stages: list[pipeline.Stage] = []
         self._schedule = self._build_schedule(self._modules) if self._modules else None
         self._weight = 0.0  # of a token's loss in the piece under way
@@ -104,10 +108,12 @@ class Trainer:
         mine, tokens = self.accumulate(*(cut_sequence(part, comms) for part in (inputs, targets)))
         norm = float(self.update())
         blocked = [comms.blocked_seconds.get(axis, 0.0) - blocked_before.get(axis, 0.0) for axis in _AXES]
-        of_rank = (float(mine), self.asked_to_stop(), most_held(comms.device), *blocked)
+        rows = [count for mixture in self._spread for count in mixture.take_counts()]
+        of_rank = (float(mine), self.asked_to_stop(), most_held(comms.device), *blocked, *rows)
         shared = torch.tensor(of_rank, dtype=torch.float64, device=comms.device)
         comms.everyone.all_reduce(shared)
-        total, stop, memory, *blocked = shared.tolist()
+        total, stop, memory, *blocked = shared[: len(of_rank) - len(rows)].tolist()
+        balance = busiest(shared[-len(rows) :].view(len(self._spread), -1), comms.experts.size) if rows else None
         comms.poll()  # the host has seen the end of the step: a NaN may be rows that a peer never sent
         loss = total / self._peers / tokens  # each of them has counted
         if not math.isfinite(loss):
@@ -117,7 +123,7 @@ class Trainer:
             )
         means = {axis: seconds / comms.everyone.size for axis, seconds in zip(_AXES, blocked, strict=True)}
         seconds, tokens = time.perf_counter() - started, config.batch_size * config.seq_len
-        return Step(index, loss, lr, norm, seconds, tokens, means, memory / comms.everyone.size, stop > 0)
+        return Step(index, loss, lr, norm, seconds, tokens, means, memory / comms.everyone.size, stop > 0, balance)
 
     def accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Add the gradient of the mean loss over all ranks' tokens to ``.grad``.

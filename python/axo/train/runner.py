@@ -24,15 +24,16 @@ from typing import Any
 import axo
 from axo import checkpoint
 from axo.checkpoint.folder import check_place, name_of, number_of, step_of
-from axo.checkpoint.ranks import agree, checkpoint_group
+from axo.checkpoint.ranks import agree, checkpoint_group, pending, share
+from axo.errors import CheckpointError
 from axo.grid import check_ranks
 from axo.launch import Rank, RankFailed, Termination, launch_local, set_threads
 from axo.matmul.products import products_of
 from axo.offload import OffloadedAdamW
-from axo.train import data
+from axo.train import data, elastic
 from axo.train.check import check
 from axo.train.config import CHECKPOINTS, LOG_NAME, PLOT_NAME, TrainConfig
-from axo.train.elastic import StateCopies, after_a_death, check_elastic, copies_of_a_run
+from axo.train.elastic import StateCopies
 from axo.train.log import Display, TrainLog, draw
 from axo.train.loop import Step, Trainer
 from axo.train.serial import Parity, compare, train_serial
@@ -50,7 +51,7 @@ class Outcome:
     """What a run gave: losses of each step (nats), seconds of training, and the comparison if there was one.
 
     ``start`` is the first step of this process; ``checkpoint`` the last one saved; ``stopped`` names what ended
-    the run before its last step (SIGTERM, Ctrl-C), "": nothing.
+    the run before its last step (SIGTERM, Ctrl-C), "": nothing; ``next`` is the run on other ranks that it goes on as.
     """
 
     losses: list[float]
@@ -64,6 +65,7 @@ class Outcome:
     start: int = 0
     checkpoint: Path | None = None
     stopped: str = ""
+    next: TrainConfig | None = None
 
     @property
     def tail_loss(self) -> float:
@@ -76,8 +78,12 @@ class Outcome:
         return math.log(self.vocabulary) - self.tail_loss
 
 
-def run(config: TrainConfig) -> Outcome | None:
+def run(config: TrainConfig, on_ranks: elastic.OnRanks | None = None) -> Outcome | None:
     """Train: on new local ranks, or as the rank that torchrun made of this process. None on ranks other than 0.
+
+    Args:
+        config: The options.
+        on_ranks: With ``elastic``: gives the run on another number of ranks; None: it takes the nearest grid.
 
     Raises:
         ValueError: The options are wrong.
@@ -89,16 +95,20 @@ def run(config: TrainConfig) -> Outcome | None:
     launch = partial(launch_local, train_rank, fork=config.device.startswith("cpu"), terminate=config.saves)
     if config.elastic is None:
         return launch(config.ranks, config, batches)
-    check_elastic(config)
-    with copies_of_a_run() as copies:
+    on_ranks = on_ranks or partial(elastic.nearest, config)
+    elastic.check(config, on_ranks)
+    with elastic.copies_of_a_run(config, on_ranks) as copies:
         while True:
             try:
-                return launch(config.ranks, config, batches, copies)
+                outcome = launch(config.ranks, config, batches, copies)
+                if outcome.next is None:
+                    return outcome
+                config, why = elastic.after_a_request(outcome.next, copies)
             except RankFailed as error:
                 if not error.lost:
                     raise
-                config = after_a_death(config, copies, error)
-                print(f"axo train: {error}; goes on with {config.ranks} ranks on grid {config.shown}", flush=True)
+                config, why = elastic.after_a_death(config, copies, error)
+            print(f"axo train: {why}; goes on with {config.ranks} ranks on grid {config.shown}", flush=True)
 
 
 def train_rank(
@@ -131,7 +141,7 @@ def train_rank(
             problem = str(error)
     with ExitStack() as last:
         # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
-        ways = {"pipeline": config.pipeline, "context": config.context}
+        ways = {"pipeline": config.pipeline, "context": config.context, "experts": config.experts}
         with axo.connect(config.grid, device=config.device, timeout=config.timeout, **ways) as comms:
             agree(checkpoint_group(comms), problem)
             if copies is not None:
@@ -141,7 +151,9 @@ def train_rank(
             folder = checkpoint.Run(config.out, comms, checkpoints=Path(config.out) / CHECKPOINTS, **again)
             last.callback(folder.close)
             outcome = _train(config, comms, batches, folder, copies)
-        return _finish(config, batches, outcome) if rank.rank == 0 else None
+        if rank.rank != 0:
+            return None
+        return _finish(config, batches, outcome) if outcome.next is None else outcome
 
 
 def _train(
@@ -172,8 +184,10 @@ def _train(
                 display.show(index + 1, log.step(step))
             if log and copies and copies.noticed and index == start:
                 copies.mark("step")
-                log.write({"kind": "recovered", "start": start, "noticed": copies.noticed, "seconds": copies.seconds})
+                log.write({"kind": copies.event, "start": start, "noticed": copies.noticed, "seconds": copies.seconds})
             checkpoints.after(step, losses)
+            if checkpoints.resizes:
+                break
             if step.stop and not ends and termination is not None:
                 stopped = termination.by  # another rank's is taken to be SIGTERM
                 break
@@ -183,7 +197,7 @@ def _train(
         summary = {"kind": "summary", "steps": len(losses), "seconds": seconds, "tail_loss": outcome.tail_loss}
         log.write(summary | {"fused": products_of(comms).fused.report})
         log.close()
-    return replace(outcome, checkpoint=checkpoints.last, stopped=stopped)
+    return replace(outcome, checkpoint=checkpoints.last, stopped=stopped, next=checkpoints.next)
 
 
 def _traced_step(trainer: Trainer, index: int) -> Step:
@@ -228,6 +242,7 @@ class Checkpoints:
         last: The newest checkpoint that this run wrote; None: none yet.
         origin: The one that it went on from; None: none.
         changed: The optimizer's options that are this command's and differ from those of ``origin``, in words.
+        resizes: Whether the ranks end here, as the run goes on on others; rank 0 knows which, as ``next``.
     """
 
     def __init__(
@@ -239,6 +254,10 @@ class Checkpoints:
         copies: StateCopies | None = None,
     ) -> None:
         self._copies = copies
+        self._copy_under_way: checkpoint.Save | None = None
+        self._copies_fail = False  # and that has been told
+        self.resizes = False
+        self.next: TrainConfig | None = None
         self._config, self._trainer, self._run, self._termination = config, trainer, folder, termination
         self._folder = Path(config.out) / CHECKPOINTS
         # What a step depends on beside the weights: the data, and what the model makes of them.
@@ -346,7 +365,9 @@ class Checkpoints:
         config, self._done = self._config, step.index + 1
         ends = step.stop or self._done == config.steps
         if self._copies is not None and not ends and self._done % config.copy_every == 0:
-            self._copy(losses)
+            self._copy_or_resize(losses, self._copies)
+        if ends or self.resizes:
+            self._await_copy()
         if not config.saves:
             return
         if step.stop and self._termination is not None:
@@ -359,12 +380,44 @@ class Checkpoints:
         if ends:
             handle.wait()
 
+    def _copy_or_resize(self, losses: list[float], copies: StateCopies) -> None:
+        """Begin a copy; where the run is told to have other ranks, complete it, for these to end."""
+        comms = self._trainer.comms
+        if comms.everyone.rank == 0:
+            self.next = elastic.requested_run(self._config, copies)
+        self._await_copy()
+        requested = share(checkpoint_group(comms), self.next is not None)[0]
+        self._copy(losses)
+        self.resizes = requested and self._await_copy()
+        if self.next is not None and not self.resizes:
+            print(f"axo train: without a copy the run goes on with {self._config.ranks} ranks", flush=True)
+            self.next = None
+
     def _copy(self, losses: list[float]) -> None:
         assert self._copies is not None
-        self._save(Path(self._copies.folder), losses, keep=1)
+        pending.save.wait()  # one to disk, whose error ends the run
+        try:
+            self._copy_under_way = self._save(Path(self._copies.folder), losses, keep=1)
+        except (ValueError, CheckpointError) as error:
+            self._tell_of_copies(error)
+
+    def _await_copy(self) -> bool:
+        """Until the newest copy is complete; whether it is. One that cannot be written leaves the one before it."""
+        copy, self._copy_under_way = self._copy_under_way, None
+        try:
+            return copy is not None and copy.wait() is not None
+        except CheckpointError as error:
+            self._tell_of_copies(error)
+            return False
+
+    def _tell_of_copies(self, error: Exception) -> None:
+        if not self._copies_fail and self._trainer.comms.everyone.rank == 0:
+            print(f"axo train: {error}; the copy before it stays, and more steps would be lost", flush=True)
+        self._copies_fail = True
 
     def _save(self, folder: Path, losses: list[float], keep: int) -> checkpoint.Save:
         trainer = self._trainer
+        self._await_copy()
         # A copy of the losses: the file is written while the next steps add theirs. Not where that takes a copy of the
         # optimizer's state which memory has no room for.
         extra = self._order | {"model": self._model, "losses": list(losses), "scaler": trainer.scaler.state_dict()}

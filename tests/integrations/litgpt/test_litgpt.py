@@ -78,6 +78,26 @@ def test_the_vocabulary_parallel_loss_equals_stock_litgpt(folder, serial):
     assert distance(state["model"], serial[2]["model"]) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("grid", "options"),
+    [
+        ("1x1x4x1", {"context": 4}),
+        ("2x1x2x1", {"context": 2, "context_kind": "heads", "vocab_loss": True}),
+        pytest.param("1x2x4x1", {"context": 2, "context_kind": "gather"}, marks=pytest.mark.soak),
+    ],
+)
+def test_sequences_over_several_ranks_equal_stock_litgpt(folder, serial, grid, options):
+    """Validation too; the ranks of a context read the same rows."""
+    out = f"context-{grid}"
+    losses, sums, state = run(folder, out, grid, **options)
+    assert losses == pytest.approx(serial[0], abs=1e-4)
+    assert sums == pytest.approx([options["context"] * each for each in serial[1]])
+    assert distance(state["model"], serial[2]["model"]) < 1e-5
+    logged, expected = _logged(folder / out), _logged(folder / "serial")
+    assert logged[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], abs=1e-4)
+    assert logged[-1]["total_tokens"] == expected[-1]["total_tokens"]
+
+
 @pytest.mark.parametrize(("grid", "stages"), [("2x2x1x1", 1), ("1x1x2x1", 2)])
 def test_muon_equals_stock_litgpt_with_torchs_pair(folder, grid, stages):
     """Oracle: stock LitGPT with an optimizer that steps torch's own Muon and AdamW."""
@@ -157,6 +177,21 @@ def test_goldfish_masks_training_and_not_validation():
         (["pretrain", "pythia-14m", "--host", "0.0.0.0"], "--host is for serve, not for pretrain; leave it out"),
         (["pretrain", "pythia-14m", "--max-restarts", "-1"], "--max-restarts -1 is not a whole number of at least 0"),
         (["pretrain", "pythia-14m", "--ranks", "4"], "--ranks is for --grid auto"),
+        (["pretrain", "pythia-14m", "--context", "0"], "--context 0 is not a whole number of at least 1"),
+        (["pretrain", "pythia-14m", "--context", "3", "--grid", "1x1x2x1"], "--context 3 does not divide z=2"),
+        (
+            ["pretrain", "pythia-14m", "--context", "2", "--grid", "1x1x2x1", "--pipeline", "2"],
+            "--context 2 with --pipeline 2 is not supported",
+        ),
+        (
+            ["pretrain", "pythia-14m", "--context", "2", "--grid", "auto"],
+            "--context 2 with --grid auto is not supported",
+        ),
+        (
+            ["pretrain", "pythia-14m", "--context", "2", "--context-kind", "tree", "--grid", "1x1x2x1"],
+            "context='tree' is not known; use one of 'ring', 'gather', 'heads'",
+        ),
+        (["finetune_lora", ".", "--context", "2", "--grid", "1x1x2x1"], "--context is of pretrain: finetune_lora"),
         (["pretrain", "pythia-14m", "--pipeline", "0"], "--pipeline 0 is not a whole number of at least 1"),
         (["pretrain", "pythia-14m", "--schedule", "zbv"], "--schedule zbv is of pipeline stages; add --pipeline N"),
         (["pretrain", "pythia-14m", "--cuts", "3"], "--cuts 3 is of pipeline stages; add --pipeline N"),

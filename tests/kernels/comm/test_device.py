@@ -104,6 +104,19 @@ def test_what_the_library_may_take_is_left_to_it(recorder, monkeypatch):
         assert comm.reserved_units == expected
 
 
+def test_rccl_keeps_to_no_cap(recorder, monkeypatch):
+    """Neither to an own one nor to the environment's; what it may take at most stays free."""
+    recorder.reserved_ctas = 0  # as the extension says there
+    monkeypatch.setattr(module.torch.version, "hip", "7.2")
+    comm = adapt(recorder)
+    assert comm.caps == () and comm.reserved_units == 256
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    assert adapt(recorder).reserved_units == 256
+    with pytest.raises(ValueError, match="channels=4: its operations cannot be capped; use 0"):
+        comm.capped(4)
+    assert recorder.log == []
+
+
 def test_a_capped_communicator_leaves_free_what_it_takes(recorder):
     """One for each cap; the record is the first one's, and so is what kernels have reported."""
     comm = adapt(recorder)
@@ -121,6 +134,21 @@ def test_a_capped_communicator_leaves_free_what_it_takes(recorder):
         adapt(None).capped(8)
 
 
+def test_gathers_in_windows_leave_the_product_all(recorder):
+    """On one host, where copy engines move them and the driver sets flags; kernels that set them need one."""
+    workspace = Workspace("op", chunk_order("all_gather", 8, 2, 0, 2), torch.device("cpu"))
+    for hosts, expected in (([1.0, -1.0], 0), ([2.0, -1.0], 32)):
+        comm = adapt(recorder, window=lambda line, *like: torch.empty(like[0]))
+        comm.maximum = lambda values, hosts=hosts: hosts
+        twin = comm.windowed()
+        assert twin.reserved_units == 6 or expected
+        twin.communicator.reserved_ctas = 0  # nobody has capped the axes
+        assert (twin.reserved_units, twin.flag_units(workspace)) == (expected, 0)
+        workspace.epoch.captured = True
+        assert twin.flag_units(workspace) == (not expected)
+        workspace.epoch.captured = False
+
+
 @pytest.mark.parametrize("name", ["NCCL_MAX_CTAS", "NCCL_MIN_CTAS"])
 def test_no_cap_is_tried_where_the_environment_overrides_it(recorder, monkeypatch, name):
     comm = adapt(recorder)
@@ -136,7 +164,7 @@ def test_the_stream_waits_for_flags_and_compute_for_the_works(recorder):
     assert isinstance(comm, module.DeviceAxoCommunicator) and comm.reserved_units == 6
     workspace = Workspace("op", chunk_order("all_reduce", 8, 2, 0, 2), torch.device("cpu"), first_epoch=2**31 - 1)
     workspace.advance()
-    assert workspace.count == int(workspace.epoch) == -(2**31), "the host's epoch wraps as the device's does"
+    assert workspace.epoch.counted == workspace.epoch.read() == -(2**31), "the host's epoch wraps as the device's does"
     tensor = torch.zeros(4)
     comm.all_reduce(tensor)  # outside: follows the compute stream
     comm.fork(torch.device("cuda", 0))
@@ -262,7 +290,7 @@ def test_after_a_capture_the_epoch_is_read_on_the_device(recorder, monkeypatch):
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *arguments, **options: launched.append(arguments[1])
+            return lambda *arguments, **options: launched.append(arguments[1:3])
 
     class Kernels:
         wait_flag_kernel = write_flag_kernel = Kernel()
@@ -271,10 +299,11 @@ def test_after_a_capture_the_epoch_is_read_on_the_device(recorder, monkeypatch):
     monkeypatch.setattr(module.torch.cuda, "stream", lambda stream: contextmanager(lambda: iter([None]))())
     comm = adapt(recorder)
     workspace = Workspace("op", chunk_order("all_reduce", 8, 2, 0, 2), torch.device("cpu"))
-    workspace.count = None  # what advance() does in a capture
     workspace.advance()
-    assert workspace.count is None
+    workspace.epoch.captured = True  # what advance() does in a capture
+    workspace.advance()
+    assert (workspace.epoch.counted, workspace.epoch.read()) == (1, 2)
     comm.fork(torch.device("cuda", 0))
     comm.wait_flag(workspace, 0)
     comm.write_flag(workspace, 1)
-    assert launched == [workspace.epoch] * 2 and recorder.log == ["follow"]
+    assert launched == [(workspace.epoch.word, 1)] * 2 and recorder.log == ["follow"]

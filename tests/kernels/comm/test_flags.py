@@ -30,8 +30,8 @@ def test_the_driver_has_the_flags_on_nvidia_alone(monkeypatch, hip):
     def launched(name):
         class Kernel:
             def __getitem__(self, grid):
-                return lambda flags, epoch, *rest, **options: log.append(
-                    (current[-1], name, flags.storage_offset(), int(epoch))
+                return lambda flags, word, counted, *rest, **options: log.append(
+                    (current[-1], name, flags.storage_offset(), int(word) + counted)
                 )
 
         return Kernel()
@@ -44,7 +44,9 @@ def test_the_driver_has_the_flags_on_nvidia_alone(monkeypatch, hip):
     comm = adapt(recorder)
     workspace = Workspace("op", chunk_order("all_reduce", 8, 2, 0, 2), torch.device("cpu"))
     workspace.advance()
-    assert workspace.count == 1, "the host knows the epoch, so that it is the machine which decides"
+    assert (workspace.epoch.counted, workspace.epoch.captured) == (1, False), (
+        "the host knows the epoch, so that it is the machine which decides"
+    )
     comm.fork(torch.device("cuda", 0))
     comm.wait_flag(workspace, 1)
     comm.write_flag(workspace, 0)

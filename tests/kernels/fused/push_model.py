@@ -1,10 +1,11 @@
 """A model of sums by push (axo_kernels/fused/push.py), and every order of their events: ranks, kernels, weak memory.
 
-Each rank runs its kernels one behind the other, of several operations back to back: a product of two programs, whose
-tiles go to their owners' rooms; the sum; of an all-reduce the gather. A store is *on its way* until it is performed, at
-any time and in any order; a release, and the end of a kernel, come after all stores of their program (of all programs,
-through the counter that the last tile has acquired). A flag holds the epoch that it has reached. What a read finds must
-be the right rank's, whole, and of the very epoch: also not yet of a later one. :func:`visit` looks at all states.
+Each rank runs its kernels one behind the other, of several operations back to back, which need not be alike: a product
+of two programs, whose tiles go to their owners' rooms; the sum; of an all-reduce the gather. A store is *on its way*
+until it is performed, at any time and in any order; a release, and the end of a kernel, come after all stores of their
+program (of all programs, through the counter that the last tile has acquired). A flag holds the epoch that it has
+reached. What a read finds must be the right rank's, whole, and of the very epoch: also not yet of a later one.
+:func:`visit` looks at all states.
 
 Not here: numbers, addresses, and how long a wait lasts.
 """
@@ -26,20 +27,31 @@ class Push:
 
     Attributes:
         size: Ranks.
-        sums: All-reduces; else reduce-scatters.
-        epochs: Operations back to back, on one workspace.
+        operations: Back to back in one room: "a" an all-reduce, "r" a reduce-scatter, "R" one whose parts lie across
+            where an all-reduce has parts and sums.
         programs: Of a product; each has one tile for each owner.
         broken: A mutation, by name; "": none.
     """
 
     size: int
-    sums: bool
-    epochs: int = 3
+    operations: str
     programs: int = 2
     broken: str = ""
 
-    def slot(self, epoch: int) -> int:
-        return 0 if self.sums or self.broken == "one slot" else epoch % 2
+    def sums(self, epoch: int) -> bool:
+        """Whether the operation is an all-reduce."""
+        return self.operations[epoch - 1] == "a"
+
+    def part(self, owner: int, rank: int, program: int, epoch: int) -> tuple[str, int, int]:
+        """Where a tile lies: whose room, which half, which place in it."""
+        across = self.size if self.operations[epoch - 1] == "R" else 0
+        return f"room {owner}", self.half(epoch), across + rank * self.programs + program
+
+    def sum_of(self, to: int, rank: int, epoch: int) -> tuple[str, int, int]:
+        return f"room {to}", self.half(epoch), self.size * self.programs + rank
+
+    def half(self, epoch: int) -> int:
+        return 0 if self.broken == "one half" else epoch % 2
 
     def product(self, rank: int, program: int, epoch: int) -> Iterator[Instruction]:
         for step in range(self.size):
@@ -50,7 +62,7 @@ class Push:
             flag = ("flag", f"parts {owner}", number, reached, owner)
             if self.broken == "flag before store":
                 yield flag
-            yield "store", (f"parts {place}", self.slot(epoch), rank, program), (rank, epoch)
+            yield "store", self.part(place, rank, program, epoch), (rank, epoch)
             if self.broken != "flag before store":
                 yield flag
 
@@ -60,26 +72,30 @@ class Push:
                 yield "wait", f"parts {rank}", part, epoch
         for part in range(self.size):
             for program in range(self.programs):
-                yield "read", (f"parts {rank}", self.slot(epoch), part, program), (part, epoch)
-        for peer in range(self.size) if self.sums else ():
+                yield "read", self.part(rank, part, program, epoch), (part, epoch)
+        for peer in range(self.size) if self.sums(epoch) else ():
             to = rank if self.broken == "sum to the wrong rank" else peer
-            yield "store", (f"sums {to}", 0, rank, 0), (rank, epoch)
-        for peer in range(self.size) if self.sums else ():
+            yield "store", self.sum_of(to, rank, epoch), (rank, epoch)
+        for peer in range(self.size) if self.sums(epoch) else ():
             yield "release", f"sums {peer}", rank, epoch
 
     def gather(self, rank: int, epoch: int) -> Iterator[Instruction]:
         for owner in range(self.size):
             if self.broken != "sum not waited for":
                 yield "wait", f"sums {rank}", owner, epoch
-            yield "read", (f"sums {rank}", 0, owner, 0), (owner, epoch)
+            yield "read", self.sum_of(rank, owner, epoch), (owner, epoch)
 
     def kernels(self, rank: int) -> list[list[list[Instruction]]]:
         """Of each kernel of a rank the programs."""
         every = []
-        for epoch in range(1, self.epochs + 1):
+        for epoch in range(1, len(self.operations) + 1):
+            if self.broken == "two under way" and epoch > 1:  # this product before the sum of the one before
+                every.insert(-1, [list(self.product(rank, program, epoch)) for program in range(self.programs)])
+                every.append([list(self.sum(rank, epoch))])
+                continue
             every.append([list(self.product(rank, program, epoch)) for program in range(self.programs)])
             every.append([list(self.sum(rank, epoch))])
-            if self.sums:
+            if self.sums(epoch):
                 every.append([list(self.gather(rank, epoch))])
         return every
 

@@ -49,25 +49,30 @@ def reference_of(shared, epoch):
     return shared.data(epoch, 0), shared.data(epoch, 1)
 
 
+def word(workspace):
+    """The epoch of a workspace in device memory, as a kernel of another process reads it."""
+    return torch.tensor([workspace.epoch.read()], dtype=torch.int32)
+
+
 def await_flag(flag, epoch, number):
     """Wait with the kernel, bounded: about 20 s in the interpreter."""
     from axo_kernels.fused.kernels import wait_flag_kernel
 
     status = torch.zeros(4, dtype=torch.int32)
-    wait_flag_kernel[(1,)](flag, epoch, status, 400_000, number)
+    wait_flag_kernel[(1,)](flag, epoch, 0, status, 400_000, number)
     assert status[0] == 0, f"flag {number} of epoch {int(epoch)} not set: {status.tolist()}"
 
 
 def set_flag(flag, epoch):
     from axo_kernels.fused.kernels import write_flag_kernel
 
-    write_flag_kernel[(1,)](flag, epoch)
+    write_flag_kernel[(1,)](flag, epoch, 0)
 
 
 def communicate(shared, rounds, seed, skip=None):
     """The communication side."""
     rng = random.Random(seed)
-    epoch = shared.gather.epoch.clone()
+    epoch = word(shared.gather)
     two_before = epoch - 2
     turn = 0
     for round_number in range(rounds):
@@ -115,24 +120,25 @@ def compute(shared, rounds, seed, skip=None):
     product = Product("NT", COLUMNS, 2 * ROWS, DEPTH, torch.float32)
     mirrored = Product("NT", 2 * ROWS, COLUMNS, DEPTH, torch.float32)
     for round_number in range(rounds):
-        shared.gather.advance()
-        shared.scatter.advance()
-        epoch, turn = int(shared.gather.epoch), shared.gather.turn
-        await_flag(shared.read[1:], shared.gather.epoch, 101)
+        for workspace in (shared.gather, shared.scatter):
+            workspace.epoch.captured |= round_number == rounds // 2  # from then on the device counts
+            workspace.advance()
+        epoch, turn = shared.gather.epoch.read(), shared.gather.turn
+        await_flag(shared.read[1:], word(shared.gather), 101)
         full, other = reference_of(shared, epoch)
         if rng.random() < 0.1:
             time.sleep(rng.random() * 0.01)
         if skip and round_number == skip[0]:
             comm = SoloCommunicator(timeout=0.02)
             for chunk in {*range(CHUNKS)} - {skip[1]}:
-                await_flag(shared.gather.flags[chunk:], shared.gather.epoch, chunk)
+                await_flag(shared.gather.flags[chunk:], word(shared.gather), chunk)
         out = torch.full((COLUMNS, 2 * ROWS), float("nan"))
         SegmentedProduct(product, shared.gather, comm, None, config).launch(
             other, shared.packed[turn], out, along_n=True
         )
         shared.gather.check(0, comm.timeout)
         assert torch.equal(out, other @ full.T), epoch
-        set_flag(shared.read[0:], shared.gather.epoch)
+        set_flag(shared.read[0:], word(shared.gather))
         SegmentedProduct(mirrored, shared.scatter, comm, None, config).launch(full, other, shared.produced[turn])
         assert not shared.scatter.counters.any(), "counters go back to zero"
 
@@ -149,8 +155,8 @@ def run_both(rounds, seed, skip=None):
     finally:
         child.kill()
         child.join()
-    assert int(shared.gather.epoch) == (FIRST_EPOCH + rounds + 2**31) % 2**32 - 2**31
-    return int(shared.gather.epoch)
+    assert shared.gather.epoch.read() == (FIRST_EPOCH + rounds + 2**31) % 2**32 - 2**31
+    return shared.gather.epoch.read()
 
 
 def test_rounds_with_permuted_arrival_and_wrapping_epochs(interpreter):
@@ -230,12 +236,12 @@ def check_the_next_operation_tells():
             comm.poll()
             epoch += 1 + (operation is all_gather_matmul and strategy == "signal")
             [workspace] = [each for each in comm.workspaces.all() if each.name.startswith("all_gather")]
-            wait_flag_kernel[(1,)](workspace.flags[1:], workspace.epoch + 1, workspace.status, 3, 1)
-            told = rf"all_gather_matmul b: rank 0 of 1 waited 5 s for chunk 1 of epoch {int(workspace.epoch) + 1}; "
+            wait_flag_kernel[(1,)](workspace.flags[1:], word(workspace), 1, workspace.status, 3, 1)
+            told = rf"all_gather_matmul b: rank 0 of 1 waited 5 s for chunk 1 of epoch {workspace.epoch.read() + 1}; "
             with pytest.raises(SignalTimeout, match=told):
                 operation(x, w, comm, strategy=strategy, chunks=2)
             assert torch.equal(operation(x, w, comm, strategy=strategy, chunks=2), x @ w.T), "told once"
-    assert int(workspace.epoch) == epoch
+    assert workspace.epoch.read() == epoch
 
 
 def test_the_next_operation_tells_what_a_kernel_has_reported(interpreter):
@@ -306,7 +312,7 @@ def check_all_flags_set():
 def _set_late(workspace):
     for chunk in (2, 0, 1):
         time.sleep(0.05)
-        set_flag(workspace.flags[chunk:], workspace.epoch)
+        set_flag(workspace.flags[chunk:], word(workspace))
     os._exit(0)
 
 

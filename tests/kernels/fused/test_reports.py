@@ -31,12 +31,12 @@ def _rank(function, rank, folder, pipe):
     os._exit(0)  # a rank may be inside a collective that the other never enters
 
 
-def on_two_ranks(name, folder):
-    """Call a function of this module on both; their results."""
+def on_two_ranks(function, folder):
+    """Call a function on both; their results."""
     context, pipes = multiprocessing.get_context("fork"), []
     for rank in range(2):
         mine, theirs = context.Pipe()
-        context.Process(target=_rank, args=(globals()[name], rank, folder, theirs), daemon=True).start()
+        context.Process(target=_rank, args=(function, rank, folder, theirs), daemon=True).start()
         pipes.append(mine)
     found = [pipe.recv() for pipe in pipes]
     assert all(ok for ok, _ in found), "\n".join(value for ok, value in found if not ok)
@@ -91,7 +91,7 @@ def silent_peer():
 
 @pytest.mark.soak
 def test_a_layer_reports_a_silent_peer(interpreter, tmp_path):
-    message, _ = interpreter.run(on_two_ranks, "silent_peer", str(tmp_path))
+    message, _ = interpreter.run(on_two_ranks, silent_peer, str(tmp_path))
     assert re.fullmatch(  # neither chunk has come; the last program that gave up has written which it was waiting for
         r"all_gather_matmul b: rank 0 of 2 waited 2 s for chunk [01] \(rows of rank 1\) of epoch 2; "
         r"its flag stands at 1: a peer has not signalled",
@@ -104,7 +104,8 @@ def late(comms):
     from axo_kernels.fused.kernels import wait_flag_kernel
 
     [workspace] = products_of(comms).fused.on("z").workspaces.all()
-    wait_flag_kernel[(1,)](workspace.flags[1:], workspace.epoch + 1, workspace.status, 3, 1)
+    epoch = workspace.epoch
+    wait_flag_kernel[(1,)](workspace.flags[1:], epoch.word, epoch.counted + 1, workspace.status, 3, 1)
     return rf"rank {comms.rank} of 2 waited 60 s for chunk 1 \(rows of rank {1 - comms.rank}\) of epoch "
 
 
@@ -132,4 +133,4 @@ def reported_late():
 
 
 def test_what_a_kernel_reports_later_ends_the_backward_pass_or_the_next_product(interpreter, tmp_path):
-    interpreter.run(on_two_ranks, "reported_late", str(tmp_path))
+    interpreter.run(on_two_ranks, reported_late, str(tmp_path))

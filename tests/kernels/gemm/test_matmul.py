@@ -205,14 +205,20 @@ def first_tiles(programs, xcds):
 
 
 def test_neighbours_in_the_order_of_tiles_are_on_one_xcd(interpreter):
-    for programs, xcds in ((304, 8), (37, 8), (5, 8), (9, 1)):
+    for programs, xcds in ((304, 8), (256, 8), (228, 6), (37, 8), (5, 8), (9, 1)):
         found = interpreter.run(first_tiles, programs, xcds)
         assert sorted(found) == list(range(programs))
         for xcd in range(min(xcds, programs)):  # AMD deals programs out one by one
             mine = found[xcd::xcds]
             assert mine == list(range(mine[0], mine[0] + len(mine))), (programs, xcds, mine)
-    assert {arch: target.xcds for arch, target in TARGETS.items()} == dict.fromkeys(TARGETS, 1) | {"gfx942": 8}
-    assert Target("gfx942", 38, 65_536).xcds == 1, "a part of an MI300 that is one XCD"
+    eight = dict.fromkeys(("gfx942", "gfx950"), 8)
+    assert {arch: target.xcds for arch, target in TARGETS.items()} == dict.fromkeys(TARGETS, 1) | eight
+    # MI300A and its thirds, halves and parts of an MI300X, MI308X, a part of an MI355X; some units masked
+    for arch, units, xcds in (
+        *(("gfx942", 228, 6), ("gfx942", 76, 2), ("gfx942", 152, 4), ("gfx942", 38, 1), ("gfx942", 80, 4)),
+        *(("gfx950", 128, 4), ("gfx950", 32, 1), ("gfx942", 300, 1), ("gfx942", 303, 1), ("gfx90a", 104, 1)),
+    ):
+        assert Target(arch, units, 65_536).xcds == xcds, (arch, units)
 
 
 def check_refused():

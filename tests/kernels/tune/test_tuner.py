@@ -5,6 +5,7 @@ import json
 import os
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ import axo_kernels.tune.runners as runners_module
 import axo_kernels.tune.tuner as tuner_module
 from axo.cli import tune as command
 from axo_kernels import FusedCommunicator, Tuner
+from axo_kernels.fused.chunks import chunk_order
 from axo_kernels.fused.fp8 import all_gather_matmul_fp8
+from axo_kernels.fused.workspace import Workspaces
 from axo_kernels.gemm.layout import DTYPES, LAYOUTS, Product, stored_shapes
 from axo_kernels.gemm.tiles import Config
 from axo_kernels.tune.cache import Cache
@@ -463,6 +466,29 @@ def test_a_push_is_a_candidate_where_kernels_reach_the_peers(cache, monkeypatch)
         on._unreachable = why
         tuner = Tuner("cached", cache=cache, comm=FusedCommunicator(0, 1))
         assert tuner.choose_fused("matmul_reduce_scatter", product, cuda, on=on) == found
+
+
+def test_a_fused_candidate_that_fails_is_left_out(cache, monkeypatch):
+    """It raises, or a kernel in it has reported; ranks then push into another room. The others are timed."""
+    comm, real = SimulatedCommunicator(4, 1e15, CPU), tuner_module.run_fused
+    comm.rooms.append(SimpleNamespace(workspaces=Workspaces()))
+
+    def run(operation, gather, on, stored, choice, operands):
+        if choice.chunks == 4:
+            raise RuntimeError("out of memory")
+        if choice.chunks == 8:
+            silent = on.workspaces.get("a sum", chunk_order("all_reduce", 64, 8, 0, 4), "", CPU)
+            silent.status.copy_(torch.tensor([1, 2, 3, 2], dtype=torch.int32))
+        return real(operation, gather, on, stored, choice, operands)
+
+    monkeypatch.setattr(tuner_module, "run_fused", run)
+    tuner = Tuner("first-step", cache=cache, comm=FusedCommunicator(0, 1))
+    assert tuner.choose_fused("matmul_all_reduce", Product("NT", 64, 32, 64, torch.float32), CPU, on=comm)
+    told = {left.choice: left.why for left in tuner.left_out if left.choice != "push"}
+    silent = told.pop("NT vendor split/8")
+    assert silent.startswith("SignalTimeout: a sum: rank 0 of 4 waited ") and "for chunk 2 of epoch 3" in silent
+    assert told.pop("NT vendor split/4") == "RuntimeError: out of memory" and set(told) == {"windows"}
+    assert not comm.rooms
 
 
 def test_a_choice_among_caps_is_a_miss_without_them_and_the_reverse(tmp_path):

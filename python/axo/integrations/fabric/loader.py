@@ -1,8 +1,9 @@
 """A data loader whose batches are the same on all ranks along x and y, whatever data module is behind it.
 
 A data rank is Gx*Gy ranks. The first of them (x = y = 0, in the first stage) reads; its batch goes to the others over
-x, then over y, then to the other stages, as pickled bytes. (With Tesseract a data rank is Gy ranks: over y alone.) So
-nothing depends on equal random state, equal workers or equal file systems, and one rank's error is every peer's error.
+x, then over y, then to the other stages, as pickled bytes. (With Tesseract a data rank is Gy ranks: over y alone. The
+ranks of a context are one data rank here, whose first one reads.) So nothing depends on equal random state, equal
+workers or equal file systems, and one rank's error is every peer's error.
 Ranks that share a batch must keep their random generators equal, because generation samples with them. So the reader
 uses a random state of its own, and reading does not change its generators.
 
@@ -120,7 +121,7 @@ def split_in_order(loader: Any, comms: Communicators, *, stand_ins: bool = False
         cut = EachOnce(loader.sampler, loader.batch_size, loader.drop_last, comms, stand_ins=stand_ins)
         return with_batches(loader, cut)
     sampler = _in_one_order(loader.sampler, comms)
-    mine = DistributedSamplerWrapper(sampler, num_replicas=comms.data_ranks, rank=comms.data_rank, shuffle=False)
+    mine = DistributedSamplerWrapper(sampler, num_replicas=comms.row_parts, rank=comms.row_part, shuffle=False)
     return _update_dataloader(loader, mine)
 
 
@@ -153,7 +154,7 @@ class EachOnce:
     ) -> None:
         self.sampler, self.batch_size, self.drop_last = _in_one_order(sampler, comms), batch_size, drop_last
         self.stand_ins = stand_ins
-        self.num_replicas, self.rank = comms.data_ranks, comms.data_rank
+        self.num_replicas, self.rank = comms.row_parts, comms.row_part
         self.sizes()
 
     def sizes(self) -> list[int]:
@@ -230,12 +231,12 @@ class SharedLoader:
         self._comms = comms
         self._given, self._skipped = given, 0
         self._peers = [axis for axis in ("x", "y") if axis not in comms.arrangement.rows and comms.grid.size(axis) > 1]
-        self._reads = comms.arrangement.leads(comms.coords) and comms.stage == 0
-        self._alone = not self._peers and comms.stages == 1
+        self._reads = comms.arrangement.leads(comms.coords) and comms.stage == 0 and comms.context.rank == 0
+        self._alone = not self._peers and comms.stages == 1 and comms.context.size == 1
         cut_for_data_ranks(loader, comms)
         self._random = torch.get_rng_state()
         self._own = None if hasattr(loader, "state_dict") else Position()
-        _split_streams(loader.dataset, comms.data_ranks, comms.data_rank)
+        _split_streams(loader.dataset, comms.row_parts, comms.row_part)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -250,7 +251,7 @@ class SharedLoader:
         Raises:
             ValueError: It is of another kind of loader, or litdata's, of another number of data ranks.
         """
-        ranks = self._comms.data_ranks
+        ranks = self._comms.row_parts
         for other in _data_ranks_of(state) - {ranks}:
             raise ValueError(
                 f"data: the checkpoint was taken with {other} data ranks (z*data), and this run has {ranks}; litdata's"
@@ -261,7 +262,7 @@ class SharedLoader:
 
     def _each(self) -> int:
         size = self._loader.batch_size or getattr(self._loader.batch_sampler, "batch_size", 1)
-        return size * self._comms.data_ranks
+        return size * self._comms.row_parts
 
     def __iter__(self) -> Iterator[Any]:
         source = self._read() if self._reads else None
@@ -325,6 +326,8 @@ class SharedLoader:
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         coords = self._comms.coords
+        if self._comms.stage == 0 and self._comms.arrangement.leads(coords):
+            self._comms.context.broadcast(tensor, root=0)
         for place, axis in enumerate(self._peers if self._comms.stage == 0 else ()):
             if not any(getattr(coords, later) for later in self._peers[place + 1 :]):
                 self._comms.axis(axis).broadcast(tensor, root=0)

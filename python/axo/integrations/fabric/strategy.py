@@ -68,9 +68,11 @@ from axo.integrations.fabric.materialize import holds_meta, materialize
 from axo.integrations.fabric.recorded_init import RecordedInit
 from axo.integrations.fabric.stages import StagedLogits, StageRunner, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
+from axo.nn.context import check_kind
 from axo.nn.layer import is_parallel, refuse_context
 from axo.optim.checks import check_update
 from axo.pipeline import check_microbatches
+from axo.sharding import cut_sequence
 
 COUNTS = ("ranks", "data")
 _TIMEOUT = timedelta(minutes=30)
@@ -89,6 +91,10 @@ class AxoStrategy(DDPStrategy):
         schedule, microbatches: Of the stages, as for ``axo.pipeline.schedule``: micro-batches that the rows of each
             call of the model are cut into; default: twice the stages.
         cuts: Where stages begin, as for ``axo.pipeline.split``.
+        context: How many neighbours along z hold pieces of the same sequences. A ``litgpt.GPT`` then takes whole rows,
+            the same on these ranks, and gives the logits of this rank's tokens; ``axo.sharding.cut_sequence`` cuts the
+            targets.
+        context_kind: How they see each other's keys and values, as for ``axo.parallelize``.
         offload: What lies on the lower tier.
         sharded: Save sharded checkpoints (sharded_checkpoint.py), not whole ones. Both are loaded.
         counts: What ``fabric.world_size``, ``all_reduce`` and ``all_gather`` count: ``"ranks"``, or ``"data"`` ranks.
@@ -120,6 +126,8 @@ class AxoStrategy(DDPStrategy):
         schedule: str = "1f1b",
         cuts: str | Sequence[int] = "even",
         microbatches: int | None = None,
+        context: int = 1,
+        context_kind: str = "ring",
         offload: axo.Offload | None = None,
         sharded: bool = False,
         counts: str = "ranks",
@@ -156,6 +164,11 @@ class AxoStrategy(DDPStrategy):
                     " step wait for backward beside .grad, and the lower tier has one place for them; leave it out, or"
                     " train by axo train"
                 )
+        check_kind("AxoStrategy", context_kind)
+        whole_number("AxoStrategy: context", context, least=1)
+        if self.grid.z % context:
+            raise ValueError(f"AxoStrategy: context={context} does not divide z={self.grid.z} of grid {self.grid}")
+        self.context, self.context_kind = context, context_kind
         self.ranks = self.grid.world_size * pipeline
         self._stages: StageRunner | None = None
         self.arrangement = arrangement_of("AxoStrategy", algorithm)
@@ -185,8 +198,8 @@ class AxoStrategy(DDPStrategy):
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that see different batches: Gz * Gdata; with Tesseract Gx * Gz * Gdata."""
-        return self.arrangement.row_parts(self.grid)
+        """Parts that batches are cut into: Gz * Gdata / context; with Tesseract Gx * Gz * Gdata."""
+        return self.arrangement.row_parts(self.grid) // self.context
 
     @property
     def world_size(self) -> int:
@@ -197,7 +210,7 @@ class AxoStrategy(DDPStrategy):
         if self.like_one_device:
             return None  # Fabric keeps the sampler
         coords = self.grid.coords(self.global_rank % self.grid.world_size)
-        return {"num_replicas": self.data_ranks, "rank": self.arrangement.row_part(self.grid, coords)}
+        return {"num_replicas": self.data_ranks, "rank": self.arrangement.row_part(self.grid, coords) // self.context}
 
     def _set_world_ranks(self) -> None:
         """Called by Fabric once it knows devices, nodes and environment, before any process is started."""
@@ -251,7 +264,8 @@ class AxoStrategy(DDPStrategy):
             os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
             options["store"] = store_of_this_start(launchers_store(*place), *place)
         _init_dist_connection(environment, "axo", rank, ranks, **options)
-        self.comms = axo.connect(self.grid, device=self.root_device, timeout=limit, pipeline=self.pipeline)
+        ways = {"pipeline": self.pipeline, "context": self.context}
+        self.comms = axo.connect(self.grid, device=self.root_device, timeout=limit, **ways)
         self.comms.arrange(self.arrangement)
         data_ranks.sync_metrics(self.comms)
         scaler = getattr(self.precision, "scaler", None)
@@ -326,6 +340,9 @@ class AxoStrategy(DDPStrategy):
             return module
         originals = {name: part for name, part in module.named_modules() if holds_meta(part)}
         options: dict[str, Any] = {"gather_logits": not self.vocab_loss, "zero": self.zero, "offload": self.offload}
+        if self.context > 1:
+            options["context"] = self.context_kind
+            module.register_forward_pre_hook(partial(_cut_tokens, self.comms))
         axo.parallelize(module, self.comms, plan=self.plan, algorithm=self.arrangement.name, **options)
         if self.vocab_loss:
             head: Any = module.get_submodule("lm_head")
@@ -522,6 +539,10 @@ def _offloaded(optimizer: Optimizer, offload: axo.Offload) -> Optimizer:
     settings = ("lr", "betas", "eps", "weight_decay", "maximize")
     groups = [{name: group[name] for name in ("params", *settings)} for group in optimizer.param_groups]
     return offload.adamw(groups, **{name: optimizer.defaults[name] for name in settings})
+
+
+def _cut_tokens(comms: Communicators, module: nn.Module, inputs: Any) -> Any:
+    return cut_sequence(inputs[0], comms), *inputs[1:]
 
 
 def _gather_unless_training(head: Any, inputs: Any) -> None:

@@ -15,6 +15,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_number_t
 
 from axo.arrangement import arrangement_of
 from axo.grid import Grid
+from axo.nn.context import check_kind
 
 AUTO, TRUST = "auto", "--trust"
 _ONE_RANK = Grid()
@@ -29,6 +30,7 @@ _NUMBERS: dict[str, Any] = {
     "ranks": PositiveInt,
     "max_restarts": NonNegativeInt,
     "pipeline": PositiveInt,
+    "context": PositiveInt,
     "microbatches": PositiveInt,
     "operation_timeout": _Seconds,
 }
@@ -64,6 +66,10 @@ class Options:
     """Onto the lower tier: a list of optimizer, parameters, activations (or activations=BLOCKS)."""
     offload_dir: str = ""
     """The folder of the lower tier, for CPU ranks."""
+    context: int = 1
+    """Of pretrain: neighbours along z that hold pieces of the same sequences."""
+    context_kind: str = "ring"
+    """How these see each other's keys and values: ring, gather or heads."""
     algorithm: str = "axonn"
     """How products are distributed: axonn, or on a grid with x = y tesseract or summa."""
     operation_timeout: float = 1800.0
@@ -91,6 +97,16 @@ class Options:
                 raise ValueError(
                     f"litgpt: {name_of(each)} {value} is of pipeline stages; add --pipeline N, or leave it out"
                 )
+        check_kind("litgpt", self.context_kind)
+        if self.context > 1 and (self.grid is None or self.grid.z % self.context or self.pipeline > 1):
+            lacks = "--grid auto" if self.grid is None else f"--pipeline {self.pipeline}"
+            if self.grid is not None and self.pipeline == 1:
+                raise ValueError(
+                    f"litgpt: --context {self.context} does not divide z={self.grid.z} of --grid {self.grid}"
+                )
+            raise ValueError(
+                f"litgpt: --context {self.context} with {lacks} is not supported; leave one of the two out"
+            )
         if self.offload_dir and self.offload == "none":
             raise ValueError(
                 f"litgpt: --offload-dir {self.offload_dir} without --offload; say what goes there, such as --offload"
@@ -138,7 +154,7 @@ class Options:
     @property
     def data_ranks(self) -> int:
         """Ranks of the grid that have samples of their own."""
-        return arrangement_of("litgpt", self.algorithm).row_parts(self.chosen_grid)
+        return arrangement_of("litgpt", self.algorithm).row_parts(self.chosen_grid) // self.context
 
 
 def name_of(option: Field[Any]) -> str:

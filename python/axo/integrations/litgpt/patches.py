@@ -44,6 +44,7 @@ from axo.nn.goldfish import goldfish_mask
 from axo.nn.quantize import quantize
 from axo.optim.muon import muon_groups
 from axo.overlap.no_sync import token_weight
+from axo.sharding import cut_sequence
 
 
 class Stopped(Exception):
@@ -159,18 +160,20 @@ class LitGPTRun:
     def chunked_cross_entropy(
         self, stock: Callable[..., Any], logits: Any, targets: Any, chunk_size: int = 128, ignore_index: int = -100
     ) -> torch.Tensor:
-        """Logits split over x, goldfish loss, and stages, whose schedule the loss call runs; the mean over all data
-        ranks' tokens where they have not as many.
+        """Logits split over x, goldfish loss, and stages, whose schedule the loss call runs; this rank's tokens of a
+        context; the mean over all data ranks' tokens where they have not as many.
         """
         asked = self.options
         masks = asked.goldfish is not None and torch.is_grad_enabled()  # litgpt validates without gradients
         if asked.goldfish is not None and masks:
             left_out = ~goldfish_mask(targets, *asked.goldfish, ignore_index=ignore_index)
             targets = targets.masked_fill(left_out, ignore_index)
+        if not targets.is_meta:
+            targets = cut_sequence(targets, self.strategy.comms)
         own = asked.vocab_loss or asked.goldfish is not None or asked.pipeline > 1
         mean = self.strategy.cross_entropy if own else stock
         value = mean(logits, targets, chunk_size, ignore_index)
-        if asked.data_ranks == 1 or targets.is_meta:
+        if targets.is_meta or self.strategy.comms.data_ranks == 1:
             return value
         tokens = (targets != ignore_index).sum() * (not self.strategy.stands_in)
         weight = token_weight(tokens, self.strategy.comms)

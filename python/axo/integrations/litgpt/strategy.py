@@ -120,6 +120,8 @@ def strategy_of(options: Options, **more: Any) -> LitGPTStrategy:
     return LitGPTStrategy(
         options.grid,
         algorithm=options.algorithm,
+        context=options.context,
+        context_kind=options.context_kind,
         sharded=options.sharded,
         vocab_loss=options.vocab_loss,
         pipeline=options.pipeline,

@@ -30,7 +30,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from axo.arrangement import Arrangement
 from axo.errors import Refused
-from axo.grid import Grid
+from axo.grid import Grid, Holders
 from axo.nn import Dropout, Features
 from axo.nn.layer import ParallelLayer
 from axo.nn.linear import Linear
@@ -42,10 +42,11 @@ from axo.plans.auto.attention import NO_TABLE, split_attention
 from axo.plans.auto.candidate import SplitCandidate, find_candidates, is_table_with_heads, tied
 from axo.plans.auto.conv1d import Conv1D
 from axo.plans.auto.decide import decide
-from axo.plans.auto.experts import EveryExpert, is_mixture
+from axo.plans.auto.experts import EveryExpert, SpreadBlock, WholeBalance, is_mixture
 from axo.plans.auto.hugging_face import refuse_resizing
 from axo.plans.auto.patterns import overrides
 from axo.plans.auto.regions import find_regions
+from axo.plans.experts import holders, mixtures
 from axo.plans.replace import Replacer, check_no_hooks
 from axo.plans.report import LayerPlan, PlanReport
 
@@ -79,7 +80,11 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         if candidate.decided.kind != "replicate":
             check_no_hooks(candidate.module, f"{type(candidate.module).__name__} {candidate.name!r}")
 
+    spread = holders(model, comms)
+    _check_spread(model, spread, candidates)
     for candidate in candidates:
+        if candidate.module in spread:
+            candidate.decided.options["holders"] = spread[candidate.module]
         _replace(model, candidate, replacer, as_table=candidate in heads)
     for module, axis in inside.items():
         _replace_inside(model, names[module], axis, replacer)
@@ -94,8 +99,13 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         if not isinstance(module, ParallelLayer):
             report.layers += _left_whole(name, module) if module not in listed else []
             replicate(module, comms, replacer.grad_reduce)
-        if is_mixture(module) and arrangement.row_parts(grid) > 1:
+        if is_mixture(module) and spread:
+            SpreadBlock(module, comms, replacer.grad_reduce)
+        elif is_mixture(module) and arrangement.row_parts(grid) > 1:
             EveryExpert(module, gathers=grid.z > 1)
+    body = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    if isinstance(body, nn.Module) and arrangement.row_parts(grid) > 1:
+        body.register_forward_hook(WholeBalance(comms, replacer.grad_reduce), with_kwargs=True)
     SharedRandomness(comms, arrangement.rows).attach(model)
     if arrangement.row_parts(grid) > 1:
         AgreementCheck(comms, layers=not one_way).watch(model)
@@ -140,6 +150,19 @@ def _check(model: nn.Module, grid: Grid, arrangement: Arrangement) -> None:
                 f" on {', '.join(f'{axis}={grid.size(axis)}' for axis in axes)}; {instead}"
                 f" or a grid with {' and '.join(f'{axis}=1' for axis in axes)}"
             )
+
+
+def _check_spread(model: nn.Module, spread: dict[nn.Module, Holders], candidates: list[SplitCandidate]) -> None:
+    """Refuse experts on several ranks that are not made of linear layers, or whose block's code may not run twice."""
+    split = {each.module for each in candidates if each.type == "linear" and each.decided.kind != "replicate"}
+    for name, module in model.named_modules():
+        if module in spread and module not in split and any(True for _ in module.parameters(recurse=False)):
+            raise Refused(f"parallelize: {name!r} is of an expert that is to lie on some ranks, and cannot be split")
+    for name, mixture, _ in mixtures(model) if spread else ():
+        jitters = any(value for attribute, value in vars(mixture).items() if "jitter" in attribute)
+        if jitters or not is_mixture(mixture):
+            why = "draws random numbers" if is_mixture(mixture) else "is not one of transformers'"
+            raise Refused(f"parallelize: {name!r}, a {type(mixture).__name__}, {why}: its experts stay on all ranks")
 
 
 def _of_own_rows(module: nn.Module) -> tuple[str, str] | None:

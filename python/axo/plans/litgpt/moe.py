@@ -6,16 +6,19 @@
     expert    a dense MLP (normal, normal, transposed) on the rows that chose it; all E are called, with no rows too
     output    y[rows] += probs[rows] * expert(I[rows])                   features over y
 
-The loop over experts is LitGPT's own. Of the gradient of a probability each rank along y has the part of its features:
-it is summed over y where it enters the gate. Ranks along axes that split rows route their own; each calls all experts
-in the same order, so that the weights that they gather from each other, or broadcast, are there.
+The loop over experts is LitGPT's own, unless experts lie on several ranks (``axo.connect(grid, experts=e)``): then the
+choice is LitGPT's, and each rank calls its own experts (``axo.nn.experts``). Of the gradient of a probability each rank
+along y has the part of its features: it is summed over y where it enters the gate. Ranks along axes that split rows
+route their own; each calls all its experts in the same order, so that the weights that ranks gather from each other, or
+broadcast, are there.
 
-Not here: experts on different ranks (expert parallelism), capacity, balancing losses (LitGPT has none), sequence
-parallelism (refused: an expert's rows are no sequence).
+Not here: capacity, balancing losses (LitGPT has none), sequence parallelism (refused: an expert's rows are no
+sequence).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from torch import nn
 
 from axo.comm.connect import Communicators
 from axo.nn import Features, Linear
+from axo.nn.experts import SpreadExperts
 from axo.plans.gradient import SumGradient, sum_gradient
 from axo.plans.replace import Replacer
 from axo.sharding import gather_features
@@ -80,3 +84,18 @@ def replace_mixture(mlp: Any, name: str, replacer: Replacer) -> None:
     for layer in mlp.experts.modules():
         if isinstance(layer, Linear):
             layer.matmul.products.rows_agree = False  # ranks along z send an expert other numbers of tokens
+    if replacer.comms.experts.size > 1:
+        mlp.spread_experts = SpreadExperts(mlp.experts, replacer.comms, replacer.grad_reduce)
+        mlp.forward = partial(_forward, mlp)
+
+
+def _forward(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    """``LLaMAMoE.forward`` with experts on other ranks: (B, T, h/Gy) -> (B, T, h/Gy)."""
+    config, rows = mlp.config, x.flatten(0, 1)
+    if config.n_expert_groups:
+        weights, choices = mlp.gate(rows)
+    else:
+        weights, choices = torch.topk(mlp.gate(rows), config.n_expert_per_token)
+        weights = weights.softmax(dim=1, dtype=torch.float).to(x.dtype)
+    output = mlp.spread_experts(rows, weights * config.routed_scaling_factor, choices).view_as(x)
+    return output + mlp.shared_experts(x) if config.n_shared_expert else output

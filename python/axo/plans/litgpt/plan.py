@@ -55,6 +55,7 @@ from axo.nn.linear import Linear
 from axo.nn.sequence import GatherTokens
 from axo.nn.shared_input import share_input, share_inputs
 from axo.placement import check_divides
+from axo.plans.experts import holders
 from axo.plans.heads import kv_copies
 from axo.plans.litgpt import adapters, latent
 from axo.plans.litgpt.attention import with_hidden_places
@@ -101,9 +102,12 @@ def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) 
     gpt: Any = model
     tied = _layer(gpt.lm_head).weight is gpt.transformer.wte.weight
     replacer.embedding(gpt.transformer, "wte", "transformer.wte")
+    spread = holders(model, comms)
     for parent, child, name, options in list(_linears(gpt, ranks, gather_logits)):
         if child == "lm_head" and tied:
             options["as_table"] = True
+        if (module := getattr(parent, child)) in spread:
+            options["holders"] = spread[module]
         _replace_linear(parent, child, name, replacer, **options)
     for parent, child, name, options in list(_norms(gpt, inner, replacer.sequence_parallel)):
         _replace_norm(parent, child, name, replacer, **options)
