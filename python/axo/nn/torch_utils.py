@@ -4,8 +4,8 @@ docs/overlap.md has the table. They are functions of plain tensors, so what they
 the first layer on more than one rank is made: ``torch.nn.utils.clip_grad._get_total_norm`` (gradients and parameters of
 parallel layers are found by identity, all else goes to torch's own), ``convert_parameters._check_param_device``,
 ``parametrize.ParametrizationList.__init__``, ``init._calculate_fan_in_and_fan_out`` (of Xavier's and Kaiming's values),
-``init.orthogonal_``, ``eye_``, ``dirac_`` and ``sparse_``, and ``torch.amp.GradScaler._unscale_grads_``. Pruning and the
-old norms of weights register parameters under other names, which the layers refuse (``refuse_derived``).
+``init.orthogonal_``, ``eye_``, ``dirac_`` and ``sparse_``, and ``torch.amp.GradScaler._unscale_grads_``. Pruning and
+the old norms of weights register parameters under other names, which the layers refuse (``refuse_derived``).
 
 Not here: methods of a parameter itself. ``p.norm()`` is its shard's: a subclass that knew better would cost every use.
 """
