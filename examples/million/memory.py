@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 PERIOD = 0.1  # seconds
@@ -44,8 +45,11 @@ def return_freed_memory() -> None:
 
 def children() -> list[int]:
     """The processes that this one has started and that are there."""
-    tasks = Path("/proc/self/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    numbers: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has ended
+            numbers += map(int, (task / "children").read_text().split())
+    return numbers
 
 
 def anonymous(process: int) -> int:

@@ -82,6 +82,38 @@ def test_as_few_ranks_share_sequences_as_the_batch_needs() -> None:
     assert "1x1x16x1" not in {str(one.grid) for one in planner.plan(request(context=1)).ranked}
 
 
+def test_more_ranks_share_where_the_fewest_round_the_batch_or_hold_too_much() -> None:
+    """Oracle: each number asked for by itself. Six sequences: 4 ranks a sequence make eight of them, 8 keep six."""
+    asked = replace(request(), workload=readers.read("Llama-3-8B", seq_length=16384), batch_tokens=6 * 16384)
+    grid = Grid.parse("1x1x16x1")
+    assert asked.contexts(grid) == [4, 8, 16]
+    alone = [planner.consider(replace(asked, context=one), grid) for one in asked.contexts(grid)]
+    best = planner.consider(asked, grid)
+    assert best.seconds == min(one.seconds for one in alone if not one.reason) < alone[0].seconds
+    whole = replace(asked, gather="drop", micro_batches=1)
+    less, most = sorted(planner.consider(replace(whole, context=one), grid).bytes for one in (4, 16))
+    small = replace(whole, machine=replace(whole.machine, memory_gib=(less + most) / 2 / memory.GIB))
+    assert planner.consider(replace(small, context=4), grid).reason
+    assert not planner.consider(small, grid).reason
+
+
+def test_messages_between_nodes_have_one_nic() -> None:
+    """Formula: bytes over a GPU's share of a node's NICs, where the ring leaves the node."""
+    on = machine.load("h100")
+    model = readers.read("Llama-3-8B", seq_length=8192)
+    asked = planner.Request(model, replace(on, memory_gib=1e6), 64, 4 * 8192, context=16, gather="keep")
+    one, slow = (
+        planner.consider(
+            replace(asked, machine=replace(asked.machine, inter_gbs=on.inter_gbs * less)), Grid.parse("1x1x64x1")
+        )
+        for less in (1.0, 0.5)
+    )
+    keys = 2 * 8 * 128 * (8192 // 16) * 2  # bytes: K and V, groups, size, tokens of a rank, bf16
+    least = 32 * 4 * 15 * keys / (on.inter_gbs * on.network_fraction / 8 * 1e9)  # forward, again, and twice backward
+    assert one.time is not None and slow.time is not None
+    assert slow.time.communication["z"] - one.time.communication["z"] > least > 0
+
+
 def test_keys_that_travel_hide_behind_attention_of_long_sequences_alone() -> None:
     """Attention of a piece grows with the length's square, its messages with the length."""
     shown = {}

@@ -3,6 +3,7 @@
 Oracle: the serial ``litgpt.GPT``, torch's AdamW and clipping.
 """
 
+import copy
 import os
 from functools import partial
 
@@ -56,6 +57,11 @@ def few_tokens(cases):
             ids = [torch.arange(n).view(n, 1) * 7 + rank for rank, n in enumerate(counts)]
             serial(torch.cat(ids)).logsumexp(-1).mean().backward()
             mine = ids[comms.data_rank]
+            copied = copy.deepcopy(model)
+            assert spread_experts(copied)[0].experts[0] is copied.transformer.h[0].mlp.experts[0]
+            assert torch.equal(copied(mine), model(mine)) and spread_experts(copied)[0].take_counts()
+            for mixture in spread_experts(model):
+                mixture.take_counts()
             weight = axo.token_weight(mine.numel(), comms) / 2
             with axo.no_sync(model):
                 (model(mine).logsumexp(-1).mean() * weight).backward()
@@ -291,7 +297,11 @@ def hugging_face(cases):
             what = f"{grid} over {experts}: {family}"
             losses, gradients = once(lambda family=family: next(hugging_face_losses(family, lambda rows: rows)))
             run = hugging_face_losses(family, partial(my_rows, comms), comms, recompute=recompute)
-            assert_gradients_match(next(run), gradients, 1e-5, what)
+            model = next(run)
+            assert_gradients_match(model, gradients, 1e-5, what)
+            copied, ids = copy.deepcopy(model).eval(), torch.arange(6).view(1, 6) + comms.data_rank
+            assert torch.equal(copied(ids).logits, model.eval()(ids).logits)
+            model.train()
             mine, _ = next(run)
             assert_close(torch.tensor([mean_over_data_ranks(comms, each) for each in mine]), losses, 1e-4, what)
 

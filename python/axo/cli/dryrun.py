@@ -52,7 +52,7 @@ def dryrun(
     if not options["model"] and litgpt is None:
         raise ValueError("dryrun: give the model by --model NAME, or by --litgpt CONFIG")
     microbatches = microbatches or pipeline
-    parts = max(1, arrangement_of("dryrun", options["algorithm"]).row_parts(grid) // options["context"])
+    parts = max(1, arrangement_of("dryrun", options["algorithm"]).row_parts(grid) // max(1, options["context"]))
     options |= {"grid": grid, "model_overrides": overrides(options["model_overrides"] or ())}
     if litgpt is not None:
         of_file = _of_litgpt(litgpt, options["model"], options["model_overrides"], parts)

@@ -65,7 +65,7 @@ def representatives(config: TrainConfig) -> dict[int, int]:
     check(config)
     grid = config.grid
     comms = recording(grid, 0, context=config.context)
-    model, _ = loop.build_stages(replace(config, pipeline=1), comms)
+    model, _ = loop.build_stages(replace(config, pipeline=1, offload="none"), comms)
     kinds: dict[tuple[object, ...], Placement] = {}
     for module in model.modules():
         if isinstance(module, ParallelLayer):

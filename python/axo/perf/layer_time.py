@@ -62,8 +62,6 @@ class Network:
             return (ranks - 1) * size * per_byte + ring
         if op == "reduce_scatter":
             return (ranks - 1) / ranks * size * per_byte + ring
-        if op == "send":  # to the next of a ring, while the one before sends
-            return size * per_byte + ring / (ranks - 1)
         if op in ("broadcast", "reduce"):  # in chunks, one behind the other
             return size * per_byte + min(ring, tree)
         return 2 * (ranks - 1) / ranks * size * per_byte + 2 * min(ring, tree)
@@ -206,18 +204,23 @@ def _exchange(
     calls: list[cost.Call], grid: Grid, run: RunOptions, machine: Machine, forward: float, backward: float
 ) -> AxisCost:
     """The ring of keys and values: each piece is on its way while the one before it is attended to."""
-    network = Network(machine, replace(grid, z=run.context, data=grid.data * grid.z // run.context))
+    ring = run.context_grid(grid)
+    crosses = machine.crosses_nodes(ring, "z")
+    rate = machine.to_another_node if crosses else machine.bandwidth(ring, "z")
+    latency = 1e-6 * (machine.latency_inter_us if crosses else machine.latency_intra_us)
     sent = dict.fromkeys((cost.FORWARD, cost.BACKWARD), 0.0)
     for call in calls:
         if call.op == "send":
-            sent[call.phase] += call.calls * network.seconds("send", "z", call.elements * call.itemsize)
+            sent[call.phase] += call.calls * (call.elements * call.itemsize / rate + latency)
     beside = (run.context - 1) / run.context
     shown, blocking = (
         max(0.0, seconds - beside * products)
         for seconds, products in zip(sent.values(), (forward, backward), strict=True)
     )
-    hidden = sent[cost.FORWARD] - shown
-    return AxisCost(shown, shown, blocking, 0.0, 0.0, hidden + sent[cost.BACKWARD] - blocking, hidden)
+    hidden, behind = sent[cost.FORWARD] - shown, sent[cost.BACKWARD] - blocking
+    if run.selective:  # they are sent again, and attention does not run again
+        return AxisCost(shown, sent[cost.FORWARD], blocking, 0.0, 0.0, hidden + behind, 0.0)
+    return AxisCost(shown, shown, blocking, 0.0, 0.0, hidden + behind, hidden)
 
 
 def _shown_steps(sums: dict[str, dict[str, float]], phase: str, count: int, compute: float) -> float:
@@ -232,7 +235,8 @@ class BlockCost(NamedTuple):
     Attributes:
         all: The sums of its layers.
         last_scatter: Of the layer whose backward comes last.
-        segments: From one gathered weight to the next: its gather, products and outputs, outputs over x, y and z.
+        segments: From one gathered weight to the next: its gather, products and outputs, outputs over x and y, and
+            what goes round over z.
     """
 
     all: LayerCost
@@ -253,7 +257,7 @@ def block_cost(costs: list[LayerCost], unsummed: int | None) -> BlockCost:
             gather, path, sums = 0.0, 0.0, (0.0, 0.0, 0.0)
         outputs = one.x.output, one.y.output, one.z.output
         gather, path = gather + one.gather, path + one.forward + outputs[0] + outputs[1] + outputs[2]
-        sums = sums[0] + outputs[0], sums[1] + outputs[1], sums[2] + outputs[2]
+        sums = sums[0] + outputs[0], sums[1] + outputs[1], sums[2] + outputs[2] + one.z.hidden_forward
     segments.append((gather, path, *sums))
     last_scatter = next((one.scatter for one in costs if one.scatter), 0.0)
     return BlockCost(LayerCost._make([*map(sum, columns), *over]), last_scatter, segments)

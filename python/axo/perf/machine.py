@@ -104,6 +104,11 @@ class Machine:
             return 1e9 * self.cross_gbs[inner, size]
         return 1e9 * self.inter_gbs * self.network_fraction / min(self.gpus_per_node, inner)
 
+    @property
+    def to_another_node(self) -> float:
+        """Bytes a second that one GPU sends to one on another node, while the others of its node may do the same."""
+        return 1e9 * self.inter_gbs * self.network_fraction / self.gpus_per_node
+
     def intra(self, inner: int, size: int) -> float:
         """Return GB/s of a ring of ``size`` ranks inside a node with ``inner`` ranks of other axes between them.
 

@@ -101,7 +101,8 @@ def micro_batch(workload: Workload, grid: Grid, run: RunOptions, costs: Costs) -
     rows = run.group_rows(grid)
 
     def lay() -> MicroBatch:
-        overlay = _Overlay(run, costs.network(grid))
+        crosses = costs.machine.crosses_nodes(run.context_grid(grid), "z")
+        overlay = _Overlay(run, costs.network(grid), crosses)
         for block in workload.blocks:
             overlay.add(block, costs.block(block, grid, rows, run))
         return overlay.finish()
@@ -112,9 +113,11 @@ def micro_batch(workload: Workload, grid: Grid, run: RunOptions, costs: Costs) -
 class _Overlay:
     """Blocks of one micro-batch, added up in forward order."""
 
-    def __init__(self, run: RunOptions, network: Network) -> None:
+    def __init__(self, run: RunOptions, network: Network, context_crosses: bool) -> None:
         self.run = run
-        self.shared = [network.shared["z"] and network.shared[axis] for axis in "xyz"]  # who shares the NICs with z
+        self.shared = [network.shared["z"] and network.shared[axis] for axis in "xy"] + [
+            context_crosses
+        ]  # who shares the NICs with z
         self.compute = self.reduced = self.reduces = 0.0
         self.exposed, self.sent = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
         self.path = 0.0  # backward: products and blocking collectives, the time in which z may hide
@@ -136,7 +139,8 @@ class _Overlay:
             backward += waits + shows
             self.exposed[axis] += times * (of.output + waits + shows)
             self.sent[axis] += times * (of.output + waits + of.reduce + of.hidden + again * of.hidden_forward)
-            self.on_nics += times * self.shared[axis] * (waits + of.reduce)
+            beside = of.hidden - of.hidden_forward if axis == 2 else 0.0  # of x and y that is not modelled
+            self.on_nics += times * self.shared[axis] * (waits + of.reduce + beside)
         self.path += times * backward
         self._queue((1.0 - run.cached_gathers) * cost.gather, times, "oag")
         self._queue(cost.scatter, times, "ors")

@@ -50,6 +50,7 @@ def candidate_json(plan: GridPlan, candidate: Candidate) -> dict[str, Any]:
         "name": candidate.name,
         "grid": str(candidate.grid),
         "algorithm": run.algorithm,
+        "context": run.context,
         "reason": candidate.reason,
     }
     if stages is not None:
@@ -107,9 +108,9 @@ def plan_json(plan: GridPlan, *, gpu_hour: float = 0.0) -> dict[str, Any]:
 
 
 _COLUMNS = (
-    "rank grid algorithm x y z data step_s compute_s contention_s exposed_x_s exposed_y_s exposed_z_s exposed_data_s"
-    " hfu_percent mfu_percent days gpu_hours recompute recomputes zero sequence_parallel offload micro_batches pipeline"
-    " schedule cuts bubble_s cached_gathers memory_bytes command reason"
+    "rank grid algorithm context x y z data step_s compute_s contention_s exposed_x_s exposed_y_s exposed_z_s"
+    " exposed_data_s hfu_percent mfu_percent days gpu_hours recompute recomputes zero sequence_parallel offload"
+    " micro_batches pipeline schedule cuts bubble_s cached_gathers memory_bytes command reason"
 ).split()
 
 
@@ -140,6 +141,7 @@ def plan_table(plan: GridPlan, top: int) -> Table:
         row = {
             "": str(number),
             "grid": one.name if stages is None else str(one.grid),
+            **({"context": str(run.context)} if asked.context != 1 else {}),
             "step s": f"{time.total:.2f}",
             "tokens/s a GPU": f"{plan.tokens_a_second(one):,.0f}",
             "% MFU": f"{plan.percent_of_peak(one, model_flops=True):.1f}",

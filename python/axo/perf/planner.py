@@ -270,7 +270,15 @@ def consider(
         tried: The ways that are tried; None: all of the request.
         algorithm: One of ``ALGORITHMS``.
     """
-    costs, context = costs or request.costs(), request.context_of(grid)
+    costs, contexts = costs or request.costs(), request.contexts(grid) if algorithm == "axonn" else [1]
+    if len(contexts) > 1:
+        each = [consider(replace(request, context=one), grid, stages, costs, tried, algorithm) for one in contexts]
+        fits = [one for one in each if not one.reason]
+        # The fewest of equals, which differ in roundings.
+        return (
+            min(fits, key=lambda one: one.seconds * (1 + 1e-6 * one.run.context)) if fits else min(each, key=_missing)
+        )
+    context = request.context_of(grid)
     asked = request.run_options(algorithm=algorithm, context=context or 1)
     none = Candidate(grid, asked, stages=Stages(stages, request.schedules[0], (0, 0)) if stages > 1 else None)
     reason = request.impossible(grid, algorithm)
@@ -285,7 +293,7 @@ def consider(
         keeps = 0.0
     on, best, nearest = _Trial(request, grid, costs), none, none
     shortest, floors = math.inf, dict[tuple[object, ...], float]()  # seconds of the best; of runs without recomputation
-    ways = request.ways(grid, algorithm) if tried is None else tried
+    ways = [way._replace(context=context) for way in (request.ways(grid, algorithm) if tried is None else tried)]
     smallest = {(way.recompute, way.sequence_parallel): way for way in ways}  # the last: its optimizer's state is
     for way in ways:
         every = [
@@ -394,6 +402,11 @@ class _Trial:
         return every[first:] if self.request.search else every[first : first + 1]
 
 
+def _missing(one: Candidate) -> float:
+    """Bytes of a candidate that does not fit; infinite where they were not counted."""
+    return math.inf if one.memory is None else one.bytes
+
+
 def _needs(request: Request, held: Memory) -> str:
     """The reason of a grid that needs too much."""
     return f"needs {held.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
@@ -422,7 +435,8 @@ def _sizes(request: Request, grid: Grid, stages: int, context: int) -> list[tupl
         mine, rest = divmod(request.sequences, data)
         least = stages * max(2 if name == "dualpipev" else 1 for name in request.schedules)
         if rest:
-            return f"z*data={data} does not divide the {request.sequences} sequences, as stages want"
+            what = "z*data" + "/context" * (context > 1)
+            return f"{what}={data} does not divide the {request.sequences} sequences, as stages want"
         if mine < least:
             return f"a rank has {mine} sequences for {stages} stages, which want {least} micro-batches"
         if asked and mine % asked:

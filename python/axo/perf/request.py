@@ -21,6 +21,7 @@ from axo.perf.workload import Workload
 
 ALGORITHMS = ("axonn", "tesseract")
 MOST_GPUS = 2**20
+MORE_CONTEXTS = 2
 _WORDS = {
     "gather": (("auto", "keep", "drop"), "known"),
     "precision": (("bf16-mixed", "bf16-true"), "planned"),
@@ -113,6 +114,9 @@ class Request:
             yield f"context={self.context!r} is not a count of ranks; use 0 for as few as the batch needs"
         if self.context != 1 and (self.sequence_parallel or "tesseract" in self.algorithms):
             yield "sequences over ranks go with axonn and whole tokens alone; leave context or the other out"
+        cut = any(layer.experts == 1 and layer.rows != 1 for _, layer in model.layers)
+        if self.context != 1 and (cut or not model.stacked):
+            yield f"{model.name} is no transformer: ranks cannot share its samples; leave context out"
         if self.context != 1 and any(isinstance(layer, AttentionKind) and layer.scores for _, layer in model.layers):
             yield f"{model.name} caps the scores of attention, which the planner does not know over several ranks"
         if self.batch_tokens < length:
@@ -147,7 +151,7 @@ class Request:
             return f"context={self.context} does not divide z={grid.z}"
         parts = ARRANGEMENTS[algorithm].row_parts(grid) // context
         if parts > self.sequences:
-            rows = "z*data" if algorithm == "axonn" else "z*data*x"
+            rows = "z*data*x" if algorithm != "axonn" else "z*data" + "/context" * (context > 1)
             return f"{rows}={parts} is more than the {self.sequences} sequences of the batch"
         if self.sequence_parallel and workload.seq_length % grid.x:
             return f"x={grid.x} does not divide seq_length={workload.seq_length}, whose tokens it is to split"
@@ -159,15 +163,21 @@ class Request:
                 return f"the planner knows no convolutions with Tesseract ({strange})"
         return workload.misfit(grid)
 
-    def context_of(self, grid: Grid) -> int:
-        """Neighbours along z that share sequences on ``grid``, of which z is a multiple; 0: what was asked for is none.
+    def contexts(self, grid: Grid) -> list[int]:
+        """Numbers of neighbours along z that may share sequences on ``grid``: what is asked for, where it divides z.
 
-        Where nothing is asked for: as few as leave each of their groups a sequence, else all.
+        Where nothing is: the fewest that leave each of their groups a sequence, and the next ``MORE_CONTEXTS``, which
+        round less, and hold less; all of z, if not even those do.
         """
         if self.context:
-            return self.context if grid.z % self.context == 0 else 0
+            return [self.context] if grid.z % self.context == 0 else []
         fewest = -(-grid.z * grid.data // self.sequences)
-        return next((count for count in range(fewest, grid.z) if grid.z % count == 0), grid.z)
+        enough = [count for count in range(fewest, grid.z + 1) if grid.z % count == 0]
+        return enough[: 1 + MORE_CONTEXTS] or [grid.z]
+
+    def context_of(self, grid: Grid) -> int:
+        """The fewest of them; 0: there are none."""
+        return min(self.contexts(grid), default=0)
 
     def ways(self, grid: Grid, algorithm: str = "axonn") -> list[RunOptions]:
         """Return the ways to run a grid that are tried, those whose optimizer's step is slower last.

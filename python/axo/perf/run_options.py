@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from axo.grid import Grid
@@ -100,6 +101,10 @@ class RunOptions(NamedTuple):
     def token_ranks(self, grid: Grid) -> int:
         """Ranks that the tokens of the residual stream are split over."""
         return grid.x if self.sequence_parallel else 1
+
+    def context_grid(self, grid: Grid) -> Grid:
+        """The grid whose z are the ranks that share sequences."""
+        return replace(grid, z=self.context, data=grid.data * grid.z // self.context)
 
     def optimizer_share(self, grid: Grid) -> float:
         """Share of its parameters whose optimizer state a rank has."""

@@ -184,10 +184,10 @@ class StageTimes:
         """Seconds of one message: all ranks of a node send at the same time."""
         on, ranks = self.machine, self.grid.world_size
         if ranks < on.gpus_per_node and on.gpus_per_node % ranks == 0:
-            rate, latency = on.intra(ranks, on.gpus_per_node // ranks), on.latency_intra_us
+            rate, latency = 1e9 * on.intra(ranks, on.gpus_per_node // ranks), on.latency_intra_us
         else:
-            rate, latency = on.inter_gbs * on.network_fraction / on.gpus_per_node, on.latency_inter_us
-        return self.message() / (1e9 * rate) + 1e-6 * latency
+            rate, latency = on.to_another_node, on.latency_inter_us
+        return self.message() / rate + 1e-6 * latency
 
     def _ranks(self, stages: Stages) -> tuple[dict[Workload, PartTimes], float]:
         """What each different part takes, and ``estimate``: the same wherever the optimizer's state is."""
