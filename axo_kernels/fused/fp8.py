@@ -61,7 +61,8 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, scaling: str, over: int = -1) -
     if x.dim() == 2 and x.numel() and runs_triton(x.device) and x.dtype != torch.float64:
         return _rounded_by_kernel(x, dtype, scaling, over % 2)
     wide = x.float()
-    largest = wide.abs().amax() if scaling == "tensor" else wide.abs().amax(over, keepdim=True)
+    most = torch.amax if x.numel() else torch.sum  # which knows of nothing that it is 0
+    largest = most(wide.abs()) if scaling == "tensor" else most(wide.abs(), over, keepdim=True)
     top = torch.finfo(dtype).max
     scale = _scale_of(largest, top)
     return Rounded((wide / scale).clamp(-top, top).to(dtype), scale)

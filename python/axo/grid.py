@@ -191,7 +191,7 @@ def check_experts(owner: str, grid: Grid, experts: object) -> None:
     fitting = [
         n for n in range(1, grid.z * grid.data + 1) if grid.z % n == 0 or (grid.z * grid.data) % n == n % grid.z == 0
     ]
-    if isinstance(experts, bool) or experts not in fitting:
+    if type(experts) is not int or experts not in fitting:
         raise ValueError(
             f"{owner}: experts={experts!r} ranks do not divide z={grid.z} of grid {grid}, nor are they all of z and a"
             f" part of data={grid.data}; use one of {', '.join(map(str, fitting))}"

@@ -198,8 +198,14 @@ def check_same_model(model: nn.Module, comms: Communicators) -> None:
     """Compare names, shapes, dtypes and configuration of the model with the other ranks'.
 
     Raises:
+        Refused: A parameter is sparse, or has no shape yet.
         ValueError: They differ; on every rank.
     """
+    for name, p in model.named_parameters():
+        if nn.parameter.is_lazy(p):
+            raise Refused(f"parallelize: {name!r} has no shape yet; call the model once before, as lazy layers want it")
+        if p.layout is not torch.strided:
+            raise Refused(f"parallelize: {name!r} is {p.layout}; keep it dense")
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.is_meta} {p.requires_grad}" for name, p in model.named_parameters()]
     text = "\n".join([type(model).__qualname__, repr(getattr(model, "config", None)), *lines])
     differ = ranks_that_differ(comms, text)

@@ -209,7 +209,7 @@ def test_each_epoch_has_the_order_of_one_device(count, batch, drop, stand_ins):
         order = torch.Generator().manual_seed(42)
         return DataLoader(torch.arange(count), size, shuffle=True, generator=order, drop_last=drop)
 
-    alone, places = loader(2 * batch), [SimpleNamespace(data_ranks=2, data_rank=rank) for rank in range(2)]
+    alone, places = loader(2 * batch), [SimpleNamespace(row_parts=2, row_part=rank) for rank in range(2)]
     parts = [split_in_order(loader(batch), place, stand_ins=stand_ins) for place in places]
     for _ in range(3):
         whole, (one, other) = [each.tolist() for each in alone], [[each.tolist() for each in part] for part in parts]

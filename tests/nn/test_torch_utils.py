@@ -5,6 +5,7 @@ Each row of the table in docs/overlap.md has its part here.
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -135,13 +136,16 @@ def scaler_and_first_values(grid):
     own = axo.GradScaler(init_scale=1.0, comms=comms)
     own.scale(torch.ones(()))
     own.step(optimizer)
-    for draw in (nn.init.xavier_uniform_, nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_):
+    sparse = functools.partial(nn.init.sparse_, sparsity=0.5)
+    fans = (nn.init.xavier_uniform_, nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_)
+    for draw in (*fans, nn.init.orthogonal_, nn.init.eye_, sparse):
         with pytest.raises(ValueError, match=r"shape \(16, 8\) is split .*axo.init_weights") if split else refused:
             draw(model[0].weight)
 
     def fill(module):
         if isinstance(module, nn.Linear):
             nn.init.xavier_normal_(module.weight)
+            nn.init.orthogonal_(module.weight)
 
     torch.manual_seed(3)
     serial.apply(fill)

@@ -285,6 +285,10 @@ def test_an_update_of_single_elements_is_taken_and_nothing_is_touched(make: Any,
     assert torch.equal(states[0], now[0]) and states[1:] == now[1:]
 
 
+def test_parameters_without_elements_say_nothing() -> None:
+    assert try_update(torch.optim.AdamW([*parameters(*ROWS), nn.Parameter(torch.zeros(0, 4))])) == Differs()
+
+
 def test_what_cannot_be_tried_says_why() -> None:
     assert try_update(Noisy(parameters(*ROWS))).reason == "its steps draw random numbers"
     still = type("Still", (Base,), {"update": lambda *_: 0.0})

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import axo
 from axo.matmul import cost
-from axo.nn.experts import spread_experts
+from axo.nn.experts import busiest, spread_experts
 from axo.nn.layer import refuse_context
 from tests.gpt import LLAMA, batch
 from tests.launcher import run_ranks
@@ -48,12 +48,12 @@ def test_litgpt_equals_serial():
 
 
 def few_tokens(cases):
-    """One token a rank, and five on one: most experts get none from some rank, and some from nobody."""
+    """One token a rank, five on one and none on another: most experts get none from some rank, and some from nobody."""
     for grid, experts in cases:
         with axo.connect(grid, experts=experts) as comms:
             model, serial = serial_model("olmoe"), serial_model("olmoe")
             axo.parallelize(model, comms, gather_logits=True)
-            counts = [1 + 4 * (rank == 1) for rank in range(comms.data_ranks)]
+            counts = [1 + 4 * (rank == 1) - (rank == 2) for rank in range(comms.data_ranks)]
             ids = [torch.arange(n).view(n, 1) * 7 + rank for rank, n in enumerate(counts)]
             serial(torch.cat(ids)).logsumexp(-1).mean().backward()
             mine = ids[comms.data_rank]
@@ -75,6 +75,34 @@ def few_tokens(cases):
 
 def test_experts_without_tokens():
     run_ranks(few_tokens, 8, [("2x1x4x1", 4), ("1x1x2x4", 8), ("1x2x2x2", 2)], timeout=120)
+
+
+def some_are_frozen():
+    """Rank 0 trains its experts, rank 1 none, and nothing before the mixture has a gradient."""
+    with axo.connect("1x1x2x1", experts=2) as comms:
+        model, serial = serial_model("olmoe"), serial_model("olmoe")
+        axo.parallelize(model, comms, gather_logits=True)
+        for each in (model, serial):
+            each.requires_grad_(False)
+            experts = each.transformer.h[-1].mlp.experts
+            for expert in experts[: len(experts) // 2]:
+                expert.requires_grad_(True)
+        ids = torch.arange(12).view(4, 3)
+        serial(ids).logsumexp(-1).mean().backward()
+        model(ids.chunk(2)[comms.data_rank]).logsumexp(-1).mean().backward()
+        comms.world.barrier()
+        gradients = {name: p.grad for name, p in serial.named_parameters() if p.grad is not None}
+        assert_gradients_match(model, gradients, 1e-5, "half of the experts")
+
+
+def test_experts_of_which_one_rank_trains_none():
+    run_ranks(some_are_frozen, 2, timeout=60)
+
+
+def test_the_busiest_rank_is_found_in_its_own_group():
+    """Of each of two groups of two ranks all rows go to one: twice the mean, whichever that is."""
+    rows = torch.tensor([[[8.0, 0.0], [0.0, 8.0]]])
+    assert busiest(rows, 2) == 2 and busiest(torch.ones(3, 2, 4), 2) == 1
 
 
 def counted(cases):

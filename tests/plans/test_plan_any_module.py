@@ -181,6 +181,18 @@ def compare(grid):
     with pytest.raises(axo.Refused, match=r"'edges' is torch\.sparse_coo"):
         axo.parallelize(sparse, comms, plan="auto")
     assert type(sparse[0]) is nn.Linear, "nothing has changed"
+    for wrong, why in (
+        (
+            nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False),
+            r"'1\.weight' is torch\.sparse_coo; keep it dense",
+        ),
+        (nn.UninitializedParameter(), r"'1\.weight' has no shape yet; call the model once"),
+    ):
+        odd = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        odd[1].weight = wrong
+        with pytest.raises(axo.Refused, match=why):
+            axo.parallelize(odd, comms, plan="auto")
+        assert type(odd[0]) is nn.Linear, "nothing has changed"
 
 
 class Counts(nn.Module):

@@ -28,6 +28,7 @@ from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
 from axo.matmul.product import refuse_create_graph
 from axo.matmul.products import compute_dtype
+from axo.overlap.autograd import in_backward
 
 
 class SpreadExperts:
@@ -39,7 +40,8 @@ class SpreadExperts:
         grad_reduce: Of their layers.
 
     Attributes:
-        chosen: How many rows of this rank have gone to each expert since it was set to zero: ``(E,)``, int64.
+        chosen: How many rows of this rank have gone to each expert since it was set to zero, but for passes that run
+            again in backward: ``(E,)``, int64.
     """
 
     def __init__(self, experts: Sequence[nn.Module], comms: Communicators, grad_reduce: str) -> None:
@@ -63,7 +65,7 @@ class SpreadExperts:
         order = choices.argsort(stable=True)
         outputs = self.outputs(rows[order // weights.shape[1]], choices.bincount(minlength=len(self.experts)))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return (weights.unsqueeze(-1) * outputs[back].view(*weights.shape, -1)).sum(1).to(rows.dtype)
+        return (weights.unsqueeze(-1) * outputs[back].view(*weights.shape, outputs.shape[-1])).sum(1).to(rows.dtype)
 
     def outputs(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """What the experts give of ``rows``, those of the first expert first: ``counts[i]`` rows are of expert i.
@@ -71,19 +73,22 @@ class SpreadExperts:
         Shapes (n, h/Gy) and (E,) -> (n, h/Gy); in the dtype of autocast.
         """
         line, each = self.comms.experts, len(self._mine)
-        self.chosen += counts
+        if not in_backward():
+            self.chosen += counts
         arriving = line.all_to_all(counts, torch.empty_like(counts))
         sent, received = counts.view(-1, each).sum(1).tolist(), arriving.view(-1, each).sum(1).tolist()
         factor = line.size if self._mean else 1
         rows = rows.to(compute_dtype(rows))
         absent = [p for expert in self._absent() for p in expert.parameters() if p.requires_grad]
-        rows = _Exchange.apply(rows, line, sent, received, factor)
+        # The same on all ranks, whatever of the experts each holds: who has nothing to train sends gradients too.
+        trains = rows.requires_grad or any(p.requires_grad for expert in self.experts for p in expert.parameters())
+        rows = _Exchange.apply(rows, line, sent, received, factor, trains)
         numbers = torch.arange(each, device=rows.device).repeat(line.size).repeat_interleave(arriving)
         order = numbers.argsort(stable=True)  # by expert, and within one by the rank that it came from
         parts = rows[order].split(arriving.view(-1, each).sum(0).tolist())
         outputs = torch.cat([expert(part) for expert, part in zip(self._mine, parts, strict=True)])
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        returned: torch.Tensor = _Exchange.apply(outputs[back], line, received, sent, 1 / factor, *absent)
+        returned: torch.Tensor = _Exchange.apply(outputs[back], line, received, sent, 1 / factor, trains, *absent)
         return returned
 
     def take_counts(self) -> list[int]:
@@ -116,10 +121,10 @@ def busiest(rows: torch.Tensor, ranks: int) -> float:
     """Rows of the rank whose experts got the most, over the mean of ranks; mean over mixtures. 1.0: even.
 
     Args:
-        rows: Of all ranks, for each mixture and expert, ``(mixtures, E)``.
+        rows: For each mixture, each group of ``ranks`` data ranks, and each expert, ``(mixtures, groups, E)``.
         ranks: Over which the experts are spread.
     """
-    of_ranks = rows.view(len(rows), ranks, -1).sum(-1)
+    of_ranks = rows.unflatten(2, (ranks, -1)).sum(-1).flatten(1)
     return float((of_ranks.amax(1) / of_ranks.mean(1)).mean())
 
 
@@ -138,18 +143,20 @@ class _Exchange(torch.autograd.Function):
         sent: list[int],
         received: list[int],
         factor: float,
+        trains: bool,
         *absent: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.line, ctx.sent, ctx.received, ctx.factor, ctx.absent = line, sent, received, factor, absent
+        ctx.line, ctx.sent, ctx.received, ctx.factor = line, sent, received, factor
+        ctx.trains, ctx.absent = trains, absent
         return _exchanged(rows, line, sent, received)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         refuse_create_graph("experts")
         grad_rows = None
-        if ctx.needs_input_grad[0]:
+        if ctx.trains:
             grad_rows = _exchanged(grad if ctx.factor == 1 else grad * ctx.factor, ctx.line, ctx.received, ctx.sent)
-        return grad_rows, None, None, None, None, *map(torch.zeros_like, ctx.absent)
+        return grad_rows, None, None, None, None, None, *map(torch.zeros_like, ctx.absent)
 
 
 def _exchanged(rows: torch.Tensor, line: Communicator, sent: list[int], received: list[int]) -> torch.Tensor:

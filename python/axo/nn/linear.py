@@ -254,6 +254,9 @@ class Linear(ParallelLayer, nn.Linear):
                 for the one that takes it first: the first one named, and after a pass the one that did.
             recompute: The forward runs again before backward (activation checkpointing).
         """
+        holders = self.placements["weight"].holders
+        if holders is not None and not holders.holds(self.comms.coords):
+            return []  # an expert of another rank, which does not call it
         if self.as_table:
             calls = cost.table_head(
                 self.comms.grid,

@@ -3,15 +3,16 @@
 docs/overlap.md has the table. They are functions of plain tensors, so what they call is replaced, once a process, when
 the first layer on more than one rank is made: ``torch.nn.utils.clip_grad._get_total_norm`` (gradients and parameters of
 parallel layers are found by identity, all else goes to torch's own), ``convert_parameters._check_param_device``,
-``parametrize.ParametrizationList.__init__``, ``init._calculate_fan_in_and_fan_out`` (of Xavier's and Kaiming's values)
-and ``torch.amp.GradScaler._unscale_grads_``. Pruning and the old norms of weights register parameters under other
-names, which the layers refuse (``refuse_derived``).
+``parametrize.ParametrizationList.__init__``, ``init._calculate_fan_in_and_fan_out`` (of Xavier's and Kaiming's values),
+``init.orthogonal_``, ``eye_``, ``dirac_`` and ``sparse_``, and ``torch.amp.GradScaler._unscale_grads_``. Pruning and
+the old norms of weights register parameters under other names, which the layers refuse (``refuse_derived``).
 
 Not here: methods of a parameter itself. ``p.norm()`` is its shard's: a subclass that knew better would cost every use.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -79,14 +80,21 @@ def _check_param_device(param: torch.Tensor, old_param_device: int | None) -> in
     return _torchs_check(param, old_param_device)
 
 
-def _calculate_fan_in_and_fan_out(tensor: torch.Tensor) -> tuple[int, int]:
-    placement = placement_of(tensor)
-    if placement is not None and is_split(placement):
-        raise ValueError(
-            f"torch.nn.init: a parameter of shape {placement.global_shape} is split over ranks, so its fans would be of"
-            " this rank's part; set first values before axo.parallelize, or by axo.init_weights(model, function)"
-        )
-    return _torchs_fans(tensor)
+def _of_whole(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """One of torch.nn.init's, which refuses a part of a parameter; ``what`` it would make of it."""
+
+    @functools.wraps(function)
+    def checked(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        placement = placement_of(tensor)
+        if placement is not None and is_split(placement):
+            raise ValueError(
+                f"torch.nn.init: a parameter of shape {placement.global_shape} is split over ranks, so its {what} would"
+                " be of this rank's part; set first values before axo.parallelize, or by axo.init_weights(model,"
+                " function)"
+            )
+        return function(tensor, *args, **options)
+
+    return checked
 
 
 def _is_in_parts(parameter: torch.Tensor) -> bool:
@@ -109,7 +117,6 @@ def _unscale_grads_(self: Any, optimizer: Any, *args: Any) -> Any:
     return _torchs_unscale(self, optimizer, *args)
 
 
-_torchs_fans = nn.init._calculate_fan_in_and_fan_out
 _torchs_unscale: Any = torch.amp.GradScaler._unscale_grads_
 _torchs_check = convert_parameters._check_param_device
 _torchs_start: Any = parametrize.ParametrizationList.__init__
@@ -122,7 +129,9 @@ def know(layer: nn.Module) -> None:
         norm = clip_grad._get_total_norm = nn.utils.get_total_norm = _TotalNorm()
         convert_parameters._check_param_device = _check_param_device
         parametrize.ParametrizationList.__init__ = _start_parametrizations  # type: ignore[method-assign]
-        nn.init._calculate_fan_in_and_fan_out = _calculate_fan_in_and_fan_out
+        nn.init._calculate_fan_in_and_fan_out = _of_whole(nn.init._calculate_fan_in_and_fan_out, "fans")
+        for name in ("orthogonal_", "eye_", "dirac_", "sparse_"):
+            setattr(nn.init, name, _of_whole(getattr(nn.init, name), "rows and columns"))
         scaler: Any = torch.amp.GradScaler
         scaler._unscale_grads_ = _unscale_grads_
     norm.layers.add(layer)

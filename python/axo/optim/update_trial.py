@@ -109,7 +109,7 @@ def _kinds(optimizer: Optimizer, longest: int) -> list[CutShape]:
     kinds: dict[CutShape, None] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if not parameter.is_floating_point():
+            if not parameter.is_floating_point() or not parameter.numel():
                 continue
             shape: tuple[int, ...] = tuple(parameter.shape)
             dims: tuple[int, ...] = ()

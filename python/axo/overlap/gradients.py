@@ -188,7 +188,7 @@ class Buckets:
     def _capacity(self, kind: BucketKind, size: int) -> int:
         """Elements of the next bucket: what it took last time, else the size of the option."""
         dtype, _, reductions = kind
-        if "data" not in dict(reductions):
+        if not any(line.partition("/")[0] == "data" for line, _ in reductions):  # "data/experts" too
             return size
         sizes = self._sizes.get(kind, [])
         number = sum(bucket.kind == kind for bucket in self._closed)

@@ -55,7 +55,8 @@ def check(model: nn.Module, grid: Grid, ranks: int, others: dict[str, Any]) -> N
         if len(experts) % ranks:
             fitting = ", ".join(str(n) for n in range(1, ranks + 1) if len(experts) % n == 0)
             raise Refused(f"{owner} ranks do not divide the {len(experts)} experts of {name!r}; use one of {fitting}")
-    if type(model).__module__.startswith(("litgpt.lora", "litgpt.adapter")):
+    adapters = ("litgpt.lora", "litgpt.adapter", "peft.")
+    if any(kind.__module__.startswith(adapters) for part in model.modules() for kind in type(part).__mro__):
         raise Refused(f"{owner} with LoRA or adapters is not supported; leave experts= out")
     if others.get("zero") and ranks > grid.z:
         raise Refused(f"{owner}, more than z={grid.z}, with zero={others['zero']} is not supported; use zero=0")

@@ -108,12 +108,13 @@ class Trainer:
         mine, tokens = self.accumulate(*(cut_sequence(part, comms) for part in (inputs, targets)))
         norm = float(self.update())
         blocked = [comms.blocked_seconds.get(axis, 0.0) - blocked_before.get(axis, 0.0) for axis in _AXES]
-        rows = [count for mixture in self._spread for count in mixture.take_counts()]
-        of_rank = (float(mine), self.asked_to_stop(), most_held(comms.device), *blocked, *rows)
-        shared = torch.tensor(of_rank, dtype=torch.float64, device=comms.device)
+        of_rank = (float(mine), self.asked_to_stop(), most_held(comms.device), *blocked)
+        rows = self._rows_of_experts()
+        shared = torch.cat([torch.tensor(of_rank, dtype=torch.float64, device=comms.device), rows.flatten()])
         comms.everyone.all_reduce(shared)
-        total, stop, memory, *blocked = shared[: len(of_rank) - len(rows)].tolist()
-        balance = busiest(shared[-len(rows) :].view(len(self._spread), -1), comms.experts.size) if rows else None
+        total, stop, memory, *blocked = shared[: len(of_rank)].tolist()
+        of_experts = shared[len(of_rank) :].view_as(rows)
+        balance = busiest(of_experts, comms.experts.size) if self._spread else None
         comms.poll()  # the host has seen the end of the step: a NaN may be rows that a peer never sent
         loss = total / self._peers / tokens  # each of them has counted
         if not math.isfinite(loss):
@@ -124,6 +125,15 @@ class Trainer:
         means = {axis: seconds / comms.everyone.size for axis, seconds in zip(_AXES, blocked, strict=True)}
         seconds, tokens = time.perf_counter() - started, config.batch_size * config.seq_len
         return Step(index, loss, lr, norm, seconds, tokens, means, memory / comms.everyone.size, stop > 0, balance)
+
+    def _rows_of_experts(self) -> torch.Tensor:
+        """Rows that this rank has sent to each expert, in the place of its group: (mixtures, groups, E)."""
+        groups, ranks = self.comms.data_ranks, self.comms.experts.size
+        experts = len(self._spread[0].experts) if self._spread else 0
+        rows = torch.zeros(len(self._spread), groups // ranks, experts, dtype=torch.float64, device=self.comms.device)
+        for number, mixture in enumerate(self._spread):
+            rows[number, self.comms.data_rank // ranks] = torch.tensor(mixture.take_counts(), dtype=torch.float64)
+        return rows
 
     def accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Add the gradient of the mean loss over all ranks' tokens to ``.grad``.

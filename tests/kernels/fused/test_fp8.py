@@ -46,6 +46,17 @@ def test_rounding_keeps_the_bits_of_the_format(dtype, bits, scaling):
         rounded(x, dtype, "block")
 
 
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("m, n, k", [(0, 4, 8), (4, 0, 8), (4, 4, 0)])
+def test_products_of_nothing_are_zeros(m, n, k, scaling):
+    """As of a rank that has no rows."""
+    a, b = torch.randn(m, k, requires_grad=True), torch.randn(n, k, requires_grad=True)
+    out = matmul_fp8(a, b, "NT", scaling=scaling)
+    out.sum().backward()
+    for got, shape in ((out, (m, n)), (a.grad, (m, k)), (b.grad, (n, k))):
+        assert torch.equal(got, torch.zeros(shape))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_products_and_gradients(layout):
     m, n, k = 48, 32, 256

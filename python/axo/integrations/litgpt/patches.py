@@ -202,7 +202,8 @@ class LitGPTRun:
             if "loss" in metrics:
                 # LitGPT takes a rank's own for those of each, which rows of finetuning are not
                 own = torch.tensor(int(metrics["tokens"]), device=self.fabric.device)
-                metrics["total_tokens"] = int(data_ranks.reduce(own, self.strategy.comms))
+                comms = self.strategy.comms
+                metrics["total_tokens"] = int(data_ranks.reduce(own, comms)) // comms.context.size  # it shares rows
                 figures = self.figures.take(metrics["total_tokens"])
                 left = None if "remaining_time" in metrics else self._left(metrics["step"])
                 self.fabric.print(in_words(figures, left))
