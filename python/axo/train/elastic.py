@@ -174,9 +174,8 @@ def copies_of_a_run(config: TrainConfig, on_ranks: OnRanks) -> Iterator[StateCop
         try:
             yield copies
         except BaseException as error:
-            keeps = True
-            own = isinstance(error, RankFailed) and not (error.lost or error.signal)
-            kept = "" if own else copies.keep()
+            keeps = config.saves and (not isinstance(error, RankFailed) or error.lost or error.signal != 0)
+            kept = copies.keep() if keeps else ""
             if isinstance(error, Interrupted):
                 error.lost = kept or error.lost
             elif kept:
