@@ -224,13 +224,33 @@ def state_of(process: int) -> str:
         return ""
 
 
-def launch_and_stop_one(stopped: str) -> str:
-    return launch_local(wait_to_be_asked, 2, stopped, terminate=True)
+def launch_and_stop_one(stopped: str) -> tuple[str, list[int]]:
+    noted: list[int] = []
+    return launch_local(wait_to_be_asked, 2, stopped, terminate=True, noted=noted), noted
 
 
 def test_a_stopped_rank_goes_on_when_all_are_asked_to_end(tmp_path: Path) -> None:
     stopped = tmp_path / "stopped"
-    assert run_ranks(launch_and_stop_one, 1, str(stopped)) == ["ended in its own time"]
+    assert run_ranks(launch_and_stop_one, 1, str(stopped)) == [("ended in its own time", [signal.SIGTERM])]
+
+
+def be_asked_as_the_launch_collects() -> int:
+    collect = gc.collect
+
+    def collects() -> int:
+        gc.collect = collect
+        signal.raise_signal(signal.SIGTERM)
+        return collect()
+
+    gc.collect = collects  # type: ignore[assignment]
+    with pytest.raises(launch.Interrupted) as caught:
+        launch_local(time.sleep, 1, 60, terminate=True)
+    return caught.value.signal
+
+
+def test_a_signal_before_the_ranks_is_theirs() -> None:
+    """Python loses what a handler raises in a destructor, so that of the launch notes it."""
+    assert run_ranks(be_asked_as_the_launch_collects, 1) == [signal.SIGTERM]
 
 
 def stop_for_ever(stopped: str) -> None:

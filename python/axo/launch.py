@@ -87,13 +87,14 @@ class RankFailed(RuntimeError):
         user_error: True when the message explains all (``axo.errors.user_message``): a traceback would only hide it.
         trace: The rank's traceback, or "".
         lost: The rank died without an error of its own, and nobody had asked for the end: another start may do better.
+        signal: The number of the signal that killed it; 0: none did.
     """
 
     def __init__(
-        self, message: str, *, rank: int, user_error: bool = False, trace: str = "", lost: bool = False
+        self, message: str, *, rank: int, user_error: bool = False, trace: str = "", lost: bool = False, signal: int = 0
     ) -> None:
         super().__init__(message)
-        self.rank, self.user_error, self.trace, self.lost = rank, user_error, trace, lost
+        self.rank, self.user_error, self.trace, self.lost, self.signal = rank, user_error, trace, lost, signal
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,12 @@ class Termination:
 
 
 def launch_local(
-    function: Callable[..., Any], ranks: int, *args: Any, fork: bool = True, terminate: bool = False
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    fork: bool = True,
+    terminate: bool = False,
+    noted: list[int] | None = None,
 ) -> Any:
     """Run ``function(*args)`` on ``ranks`` new local ranks; return what rank 0 returned.
 
@@ -270,6 +276,7 @@ def launch_local(
         fork: Fork the ranks; else spawn them.
         terminate: Pass SIGTERM and the first Ctrl-C on to the ranks and wait for them, as they end with
             :class:`Termination`; call it on the main thread then.
+        noted: Gets the number of each signal that has come, also where the ranks ended well.
 
     Raises:
         ValueError: ``ranks`` is no number of ranks, or ``terminate`` is asked for on another thread.
@@ -299,6 +306,8 @@ def launch_local(
         return told.read_text() if told.exists() else ""
 
     def end(number: int, frame: Any) -> None:
+        if noted is not None:
+            noted.append(number)
         first = not Path(reports, _ASKED).exists()
         again = terminate and number == signal.SIGINT and not first
         # Before anything is raised: what is raised while a destructor runs is lost.
@@ -324,9 +333,9 @@ def launch_local(
             signals_to_handle="",  # they are handled here
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(reports, "logs"))),  # else a folder is left in /tmp
         )
-        gc.collect()  # what earlier launches have left (stores with threads) may end here, but not in a forked rank
         try:
             with handled(end, Termination.signals() if terminate else ()):
+                gc.collect()  # what earlier launches left (stores with threads) may end here, but not in a forked rank
                 return elastic_launch(config, _rank_main)(reports, function, args)[0]
         except ChildFailedError as error:
             failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -561,7 +570,8 @@ def _cause(reports: list[dict[str, Any]], exit_codes: dict[int, int]) -> RankFai
                 return Interrupted(-code)
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             hint = "; is there enough memory?" if code == -signal.SIGKILL else ""
-            return RankFailed(f"rank {rank} {how}{hint}", rank=rank, lost=code != -signal.SIGTERM)
+            lost, killer = code != -signal.SIGTERM, max(0, -code)
+            return RankFailed(f"rank {rank} {how}{hint}", rank=rank, lost=lost, signal=killer)
     if not reports:
         return RankFailed("a rank ended without saying why", rank=-1)
     report = min(own or reports, key=lambda report: report["time"])

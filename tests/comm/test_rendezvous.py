@@ -46,6 +46,13 @@ def test_starts_do_not_see_each_other(store):
         assert all(view.check(["address"]) for view in views)
 
 
+def test_all_ranks_look_as_rarely_as_so_many_should(store, monkeypatch):
+    looks, ranks_of = rendezvous._looks, []
+    monkeypatch.setattr(rendezvous, "_looks", lambda ranks=1: ranks_of.append(ranks) or looks(ranks))
+    start(store)
+    assert ranks_of == [RANKS] * RANKS
+
+
 def test_a_rank_that_was_killed_early_does_not_count(store):
     """Killed before it said anything, after its word, and after it had come where others had not."""
     first = start(store)

@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from axo.checkpoint import latest, storage
 from axo.checkpoint.ranks import pending
 from axo.grid import Grid
 from axo.launch import RankFailed
-from axo.train import TrainConfig, auto, elastic, loop
+from axo.train import TrainConfig, auto, elastic, loop, runner
 from axo.train.check import check_grid, check_machine, copy_bytes
 from tests.launcher import Command, rank_outcomes, run_ranks
 from tests.train.test_resume import losses_of
@@ -40,9 +41,11 @@ def have_events() -> None:
     ranks   the run is told this number of ranks
     full    copies from this step on find no room
     term    the launcher gets SIGTERM when it has no ranks, after this rank has died
+    ends    as ranks, and before the copy for it is complete SIGTERM comes
     """
     step, begin, events = loop.Trainer.step, elastic.StateCopies.begin, json.loads(os.environ["EVENTS"])
     folder, begun, write = Path(os.environ["EVENTS_AT"]), set(), storage.write
+    requested = elastic.requested_run
 
     def steps(self: loop.Trainer, index: int) -> Any:
         past = (folder / "events").read_text().count("\n") if (folder / "events").exists() else 0
@@ -54,7 +57,7 @@ def have_events() -> None:
                 begun.add(past)
                 if index % COPY_EVERY:
                     pending.save.finish()  # the copy before this step is complete
-                if what == "ranks":
+                if what in ("ranks", "ends"):
                     Path(self.config.out, "ranks").write_text(f"{number}\n")
                 threading.Timer(seconds, happens, (what if dies else "none", index)).start()
         return step(self, index)
@@ -71,6 +74,13 @@ def have_events() -> None:
         if "term" in (folder / "events").read_text():
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def requests(*arguments: Any) -> TrainConfig | None:
+        if (request := requested(*arguments)) and any(what == "ends" for _, what, _, _ in events):
+            os.kill(os.getppid(), signal.SIGTERM)
+            while not signal.getsignal(signal.SIGTERM).__self__.asked:  # type: ignore[union-attr]
+                time.sleep(0.01)
+        return request
+
     def writes(path: Path, values: Any) -> Any:
         for first, what, _, _ in events:
             if what == "full" and path.is_relative_to("/dev/shm") and int(path.parent.name.split(".")[1][5:]) >= first:
@@ -78,7 +88,7 @@ def have_events() -> None:
         return write(path, values)
 
     loop.Trainer.step, elastic.StateCopies.begin = steps, begins  # type: ignore[method-assign]
-    storage.write = writes
+    storage.write, elastic.requested_run = writes, requests
 
 
 Event = tuple[int, str, int, float]
@@ -132,7 +142,8 @@ def test_a_run_has_the_ranks_that_it_is_told_and_loses_no_step(text: str, tmp_pa
     [
         ("four", "out/ranks says 'four', which is no number of ranks from 2 to 4; goes on with 4 ranks"),
         ("5", "out/ranks says '5', which is no number of ranks from 2 to 4; goes on with 4 ranks"),
-        ("4\n", "out/ranks says 4, and no other grid of 2 to 4 ranks fits; goes on with 4 ranks"),
+        ("\n", "out/ranks says '', which is no number of ranks from 2 to 4; goes on with 4 ranks"),
+        ("4\n", "out/ranks says 4, and the run has 4 ranks already; goes on with 4 ranks"),
         ("9" * 100, "out/ranks is longer than 64 bytes"),
     ],
 )
@@ -149,6 +160,46 @@ def test_a_number_of_ranks_that_cannot_be_is_told(
     file.write_text(told)
     assert elastic.requested_run(config, copies) is None
     assert message in capsys.readouterr().out and not file.exists()
+
+
+def test_whose_file_tells_the_ranks(text: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """One that was there before the run, a link and a file of another user tell nothing; a folder is told once."""
+    config = small(text, grid=Grid(2, 1, 2, 1), elastic="2:4", out=str(tmp_path))
+    (file := tmp_path / "ranks").write_text("2")
+    with elastic.copies_of_a_run(config, partial(elastic.nearest, config)) as copies:
+        assert elastic.requested_run(config, copies) is None and not file.exists()
+        assert "ranks was there before the run began; goes on with 4 ranks" in capsys.readouterr().out
+        file.symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "elsewhere").write_text("2")
+        assert elastic.requested_run(config, copies) is None and not file.exists()
+        assert "ranks is a link" in capsys.readouterr().out
+        file.mkdir()
+        assert elastic.requested_run(config, copies) is elastic.requested_run(config, copies) is None
+        assert capsys.readouterr().out.count("ranks is a folder") == 1
+        file.rmdir()
+        file.write_text("2")
+        status = SimpleNamespace(st_size=1, st_mtime_ns=1, st_uid=os.getuid() + 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", lambda descriptor: status)
+            patch.setattr(elastic.files, "open_regular", lambda path, follow: open(os.devnull, "rb"))
+            assert elastic.requested_run(config, copies) is None and not file.exists()
+        assert "ranks is a file of another user" in capsys.readouterr().out
+
+
+def test_a_number_that_is_written_again_is_not_lost(text: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """As rank 0 opens the file, and as it removes it."""
+    config = small(text, grid=Grid(2, 1, 2, 1), elastic="2:4", out=str(tmp_path))
+    copies = elastic.StateCopies(str(tmp_path), config, partial(elastic.nearest, config))
+    (file := tmp_path / "ranks").write_text("4")
+    unlink = Path.unlink
+
+    def unlink_late(path: Path, **options: Any) -> None:
+        file.write_text("2")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", unlink_late)
+    request = elastic.requested_run(config, copies)
+    assert request is not None and request.ranks == 2
 
 
 def test_a_copy_that_finds_no_room_is_told_once_and_the_one_before_it_stays(text: str, tmp_path: Path) -> None:
@@ -172,7 +223,10 @@ def test_a_lack_of_memory_that_comes_again_ends_the_run(text: str, tmp_path: Pat
     config, killed = small(text, grid=Grid(1, 1, 4, 1), elastic="1:4"), [7]
     monkeypatch.setattr(elastic, "_killed_for_memory", lambda: killed[0])
     copies = elastic.StateCopies(str(tmp_path), config, partial(elastic.nearest, config))
-    died = RankFailed("rank 1 was killed by SIGKILL", rank=1, lost=True)
+    killed[0] += 1  # elsewhere: this rank crashed
+    crashed = RankFailed("rank 1 was killed by SIGSEGV", rank=1, lost=True, signal=signal.SIGSEGV)
+    assert elastic.after_a_death(config, copies, crashed)[1] == str(crashed)
+    died = RankFailed("rank 1 was killed by SIGKILL", rank=1, lost=True, signal=signal.SIGKILL)
     config, why = elastic.after_a_death(config, copies, died)
     assert config.ranks == 2 and why == str(died)  # three do not divide the rows
     killed[0] += 1
@@ -183,6 +237,71 @@ def test_a_lack_of_memory_that_comes_again_ends_the_run(text: str, tmp_path: Pat
     killed[0] += 1
     with pytest.raises(RankFailed, match=r"memory was short.*; elastic=1:4 ends here: that was so before"):
         elastic.after_a_death(config, copies, died)
+
+
+def test_memory_is_that_of_the_runs_control_group_where_it_says(tmp_path: Path) -> None:
+    for name, content in {
+        "proc/vmstat": "oom_kill_x 1\noom_kill 5\n",
+        "proc/self/cgroup": "1:cpu:/\n0::/jobs/one\n",
+        "sys/fs/cgroup/jobs/one/memory.events": "oom 3\noom_kill 2\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert elastic._killed_for_memory(tmp_path) == 2
+    (tmp_path / "sys/fs/cgroup/jobs/one/memory.events").unlink()
+    assert elastic._killed_for_memory(tmp_path) == 5
+    assert elastic._killed_for_memory(tmp_path / "nowhere") == 0
+
+
+def test_a_signal_as_the_ranks_end_for_others_ends_the_run(text: str, tmp_path: Path, monkeypatch: Any) -> None:
+    config = small(text, grid=Grid(2, 1, 2, 1), elastic="2:4", save_every=100, out=str(tmp_path))
+    outcome = runner.Outcome([], 0.0, 0, tmp_path, tmp_path, next=replace(config, grid=Grid(1, 1, 2, 1)))
+    launches = iter([lambda noted: noted.append(signal.SIGTERM)])
+
+    def launched(*arguments: Any, noted: list[int], **options: Any) -> runner.Outcome:
+        next(launches)(noted)
+        return outcome
+
+    monkeypatch.setattr(runner, "launch_local", launched)
+    with pytest.raises(launch.Interrupted) as caught:
+        runner.run(config)
+    assert caught.value.signal == signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (launch.Interrupted(signal.SIGTERM), True),
+        (RankFailed("rank 1 was killed by SIGKILL", rank=1, signal=signal.SIGKILL), True),  # as it finished its step
+        (RankFailed("rank 1 was killed by SIGKILL", rank=1, signal=signal.SIGKILL, lost=True), True),
+        (RankFailed("rank 1: ValueError: loss is nan", rank=1, trace="..."), False),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+    ],
+    ids=str,
+)
+def test_however_a_run_ends_but_by_its_own_error_its_copy_is_kept(
+    error: BaseException, kept: bool, text: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    config, calls = small(text, elastic="1:1", save_every=100, out=str(tmp_path)), list[str]()
+
+    def keep(copies: elastic.StateCopies) -> str:
+        signal.raise_signal(signal.SIGINT)  # ends nothing
+        calls.append(copies.folder)
+        return "kept"
+
+    monkeypatch.setattr(elastic.StateCopies, "keep", keep)
+    expected = (type(error), launch.Interrupted)
+    with pytest.raises(expected) as caught, elastic.copies_of_a_run(config, partial(elastic.nearest, config)):
+        raise error
+    assert caught.value is error and len(calls) == kept
+
+
+def test_a_signal_while_the_copy_for_other_ranks_is_completed_ends_the_run(text: str, tmp_path: Path) -> None:
+    """These ranks' next step is the last, and is saved, as they have promised."""
+    code, output, log = train(text, tmp_path, 12, [(4, "ends", 2, 0.0)], "--save-every", "100", serial=False)
+    assert code == 0 and "stopped by SIGTERM after 7 steps" in output, output
+    assert of_kind(log, "header", "grid") == ["2x1x2x1"] and of_kind(log, "step", "step") == list(range(7))
+    assert latest(tmp_path / "out" / "checkpoints") == tmp_path / "out" / "checkpoints" / "step-00000007"
 
 
 def test_a_run_whose_grid_is_the_planners_has_the_planners_grid_on_fewer_ranks(tmp_path: Path) -> None:

@@ -354,7 +354,7 @@ def store_of_this_start(store: dist.Store, rank: int, world_size: int, seconds: 
         _lead(store, word, world_size, seconds)
         return dist.PrefixStore(f"axo/started/{word}", store)
     store.set(f"axo/hello/{rank}", word)
-    for waited in _looks():
+    for waited in _looks(world_size):
         if store.check([f"axo/start/{word}"]):
             break
         if waited >= seconds:
@@ -370,7 +370,7 @@ def store_of_this_start(store: dist.Store, rank: int, world_size: int, seconds: 
 def _lead(store: dist.Store, name: str, world_size: int, seconds: float) -> None:
     """Tell ``name`` to every word that is there, until each rank has come under it."""
     missing = dict.fromkeys(range(1, world_size), "")  # rank: the word that was answered last
-    for waited in _looks():
+    for waited in _looks(world_size):
         for other, answered in list(missing.items()):
             if store.check([f"axo/come/{name}/{other}"]):
                 del missing[other]

@@ -22,6 +22,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,9 @@ class StateCopies:
         noticed: When the ranks before these had ended, by the monotonic clock; None: there were none.
         seconds: What has passed since then, in parts.
         shortages: Deaths while the system killed processes as memory was short.
+        signals: Those that have come, for an end of the run.
+        old_request: When OUT/ranks, where it was there before the run, was written (ns).
+        complaint: What was told of an OUT/ranks that cannot be removed.
     """
 
     folder: str
@@ -62,6 +66,9 @@ class StateCopies:
     noticed: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     shortages: int = 0
+    signals: list[int] = field(default_factory=list)
+    old_request: int | None = None
+    complaint: str = ""
     _killed: int = field(default_factory=lambda: _killed_for_memory())
 
     def begin(self, event: str) -> None:
@@ -105,11 +112,12 @@ class StateCopies:
             return f"the newest copy, of step {marker.step}, cannot be kept ({error})"
         return f"the newest copy is kept as {final}, of step {marker.step}"
 
-    def short_of_memory(self) -> bool:
-        """Whether the system has killed processes since the last look as memory was short."""
+    def short_of_memory(self, error: RankFailed) -> bool:
+        """Whether a rank was killed, and the system has killed since the last look as memory was short."""
         before, self._killed = self._killed, _killed_for_memory()
-        self.shortages += self._killed > before
-        return self._killed > before
+        short = error.signal == signal.SIGKILL and self._killed > before
+        self.shortages += short
+        return short
 
 
 def check(config: TrainConfig, on_ranks: OnRanks) -> None:
@@ -144,22 +152,33 @@ def check(config: TrainConfig, on_ranks: OnRanks) -> None:
 def copies_of_a_run(config: TrainConfig, on_ranks: OnRanks) -> Iterator[StateCopies]:
     """Room for the copies of one run, in this host's memory; where a run that saves is ended, the newest is kept.
 
+    Not where an error of the run's own ends it, such as a loss that is none: the copy may have it, too.
+
     Raises:
         Interrupted: A signal came while there were no ranks.
     """
+    signals: list[int] = []
+    keeps = False
 
     def end(number: int, frame: Any) -> None:
+        if keeps:
+            os.write(2, b"\naxo train: the newest copy is being kept\n")
+            return
+        signals.append(number)  # what is raised while a destructor runs is lost
         raise Interrupted(number)
 
     with own_folder(_MEMORY) as folder, handled(end, Termination.signals() if config.saves else ()):
-        copies = StateCopies(folder, config, on_ranks)
+        copies = StateCopies(folder, config, on_ranks, signals=signals)
+        with contextlib.suppress(OSError):
+            copies.old_request = Path(config.out, RANKS_NAME).lstat().st_mtime_ns
         try:
             yield copies
-        except Interrupted as error:
-            error.lost = copies.keep() or error.lost
-            raise
-        except RankFailed as error:
-            if error.lost and (kept := copies.keep()):  # not of an error of the run's own, such as a loss that is none
+        except BaseException as error:
+            keeps = config.saves and (not isinstance(error, RankFailed) or error.lost or error.signal != 0)
+            kept = copies.keep() if keeps else ""
+            if isinstance(error, Interrupted):
+                error.lost = kept or error.lost
+            elif kept:
                 print(f"axo train: {kept}", flush=True)
             raise
 
@@ -172,7 +191,7 @@ def after_a_death(config: TrainConfig, copies: StateCopies, error: RankFailed) -
     """
     copies.begin("recovered")
     why, smaller = str(error), _fitting(copies.original, copies.on_ranks, config.ranks - 1)
-    if copies.short_of_memory():
+    if copies.short_of_memory(error):
         why += "; memory was short, and the system has killed a process"
         if copies.shortages > 1:
             smaller = "that was so before, and fewer ranks hold more each"
@@ -191,22 +210,37 @@ def requested_run(config: TrainConfig, copies: StateCopies) -> TrainConfig | Non
     """The run on as many ranks as OUT/ranks says, which is removed; None: it goes on as it is."""
     path, (least, most) = Path(config.out, RANKS_NAME), _bounds(config)
     try:
-        text = files.read_text(path, _MOST_REQUEST).strip()
-        if not text:  # it is being written
-            return None
-        path.unlink()
+        with files.open_regular(path, follow=False) as file:
+            status = os.fstat(file.fileno())
+            if not status.st_size:  # it is being written
+                return None
+            path.unlink()  # first: a number that is written from here on is another file
+            text = file.read(_MOST_REQUEST + 1).decode(errors="replace").strip()
+        if status.st_uid not in (0, os.getuid(), path.parent.stat().st_uid):
+            raise ValueError(f"{path} is a file of another user, who owns neither the run nor its folder")
+        if status.st_mtime_ns == copies.old_request:
+            raise ValueError(f"{path} was there before the run began")
+        if len(text) > _MOST_REQUEST:
+            raise ValueError(f"{path} is longer than {_MOST_REQUEST} bytes")
         if not text.isdecimal() or not least <= int(text) <= most:
             raise ValueError(f"{path} says {files.shown(text)}, which is no number of ranks from {least} to {most}")
         request = _fitting(copies.original, copies.on_ranks, int(text))
-        if not isinstance(request, str) and request.ranks != config.ranks:
+        if isinstance(request, str):
+            raise ValueError(f"{path} says {text}, and no grid of {least} to {text} ranks fits ({request})")
+        if request.ranks != config.ranks:
             return request
-        why = f"{path} says {text}, and no other grid of {least} to {text} ranks fits"
+        largest = "" if config.ranks == int(text) else ", the most up to that on which it fits"
+        why = f"{path} says {text}, and the run has {config.ranks} ranks already{largest}"
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         why = str(error)
-        with contextlib.suppress(OSError):
+        try:
             path.unlink(missing_ok=True)
+        except OSError:  # a folder: told once
+            if why == copies.complaint:
+                return None
+            copies.complaint = why
     print(f"axo train: {why}; goes on with {config.ranks} ranks", flush=True)
     return None
 
@@ -256,12 +290,20 @@ def _from_newest(config: TrainConfig, copies: StateCopies) -> TrainConfig:
     return replace(config, resume=str(newest), overwrite=False)
 
 
-def _killed_for_memory() -> int:
-    """How many processes of this host the system has killed so far as memory was short; 0 where it does not say."""
-    try:
-        return int((re.findall(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE) or ["0"])[0])
-    except OSError:
-        return 0
+def _killed_for_memory(root: Path = Path("/")) -> int:
+    """How many processes the system has killed so far as memory was short; 0 where it does not say.
+
+    Those of this process's control group (version 2), else of the host.
+    """
+    places = ["proc/vmstat"]
+    with contextlib.suppress(OSError):
+        if own := re.search(r"^0::/(.*)$", (root / "proc/self/cgroup").read_text(), re.MULTILINE):
+            places.insert(0, f"sys/fs/cgroup/{own[1]}/memory.events")
+    for place in places:
+        with contextlib.suppress(OSError):
+            if count := re.search(r"^oom_kill (\d+)$", (root / place).read_text(), re.MULTILINE):
+                return int(count[1])
+    return 0
 
 
 def _distance(one: Grid, other: Grid) -> tuple[float, int, int]:

@@ -27,7 +27,7 @@ from axo.checkpoint.folder import check_place, name_of, number_of, step_of
 from axo.checkpoint.ranks import agree, checkpoint_group, pending, share
 from axo.errors import CheckpointError
 from axo.grid import check_ranks
-from axo.launch import Rank, RankFailed, Termination, launch_local, set_threads
+from axo.launch import Interrupted, Rank, RankFailed, Termination, launch_local, set_threads
 from axo.matmul.products import products_of
 from axo.offload import OffloadedAdamW
 from axo.train import data, elastic
@@ -100,7 +100,7 @@ def run(config: TrainConfig, on_ranks: elastic.OnRanks | None = None) -> Outcome
     with elastic.copies_of_a_run(config, on_ranks) as copies:
         while True:
             try:
-                outcome = launch(config.ranks, config, batches, copies)
+                outcome = launch(config.ranks, config, batches, copies, noted=copies.signals)
                 if outcome.next is None:
                     return outcome
                 config, why = elastic.after_a_request(outcome.next, copies)
@@ -108,6 +108,8 @@ def run(config: TrainConfig, on_ranks: elastic.OnRanks | None = None) -> Outcome
                 if not error.lost:
                     raise
                 config, why = elastic.after_a_death(config, copies, error)
+            if copies.signals:  # one that came as the ranks ended
+                raise Interrupted(copies.signals[0])
             print(f"axo train: {why}; goes on with {config.ranks} ranks on grid {config.shown}", flush=True)
 
 
@@ -382,15 +384,18 @@ class Checkpoints:
 
     def _copy_or_resize(self, losses: list[float], copies: StateCopies) -> None:
         """Begin a copy; where the run is told to have other ranks, complete it, for these to end."""
-        comms = self._trainer.comms
-        if comms.everyone.rank == 0:
+        group = checkpoint_group(self._trainer.comms)
+        if self._trainer.comms.everyone.rank == 0:
             self.next = elastic.requested_run(self._config, copies)
         self._await_copy()
-        requested = share(checkpoint_group(comms), self.next is not None)[0]
+        requested = share(group, self.next is not None)[0]
         self._copy(losses)
-        self.resizes = requested and self._await_copy()
+        complete = requested and self._await_copy()
+        # A signal that came meanwhile is obeyed by these ranks: their next step is the last one, and is saved.
+        self.resizes = complete and not any(share(group, self._trainer.asked_to_stop()))
         if self.next is not None and not self.resizes:
-            print(f"axo train: without a copy the run goes on with {self._config.ranks} ranks", flush=True)
+            if not complete:
+                print(f"axo train: without a copy the run goes on with {self._config.ranks} ranks", flush=True)
             self.next = None
 
     def _copy(self, losses: list[float]) -> None:
