@@ -168,12 +168,12 @@ class LitGPTRun:
         if asked.goldfish is not None and masks:
             left_out = ~goldfish_mask(targets, *asked.goldfish, ignore_index=ignore_index)
             targets = targets.masked_fill(left_out, ignore_index)
-        if not targets.is_meta:
+        if asked.context > 1 and not targets.is_meta:
             targets = cut_sequence(targets, self.strategy.comms)
         own = asked.vocab_loss or asked.goldfish is not None or asked.pipeline > 1
         mean = self.strategy.cross_entropy if own else stock
         value = mean(logits, targets, chunk_size, ignore_index)
-        if targets.is_meta or self.strategy.comms.data_ranks == 1:
+        if targets.is_meta or asked.data_ranks * asked.context == 1:
             return value
         tokens = (targets != ignore_index).sum() * (not self.strategy.stands_in)
         weight = token_weight(tokens, self.strategy.comms)
