@@ -11,7 +11,7 @@
 // 2.13  | + suspend, resume, getMemoryStats;                       | nothing; OpTypes of 2.11 only
 //       | OpType REDUCE_SCATTER_TENSOR_COALESCED                   |
 // 2.14  | all_gather_single, reduce_scatter_single, their          | the new names are overridden; for older
-//       | _coalesced, all_to_all_single; the names of 2.13 are     | torches they stand below, and the old ones call them
+//       | _coalesced, all_to_all_single; the names of 2.13 are     | torches they stand below; the old names call them
 //       | aliases, deprecated. + gather_single                     |
 //       | + Work::getTimeout; Options::clone                       | getTimeout stands below; clone: copies need none
 //       | torch.distributed.split_group works without a GPU        | nothing
