@@ -224,6 +224,44 @@ def test_each_epoch_has_the_order_of_one_device(count, batch, drop, stand_ins):
             assert order == list(itertools.chain.from_iterable(whole))
 
 
+def test_a_sampler_that_is_cut_already_is_not_cut_again():
+    from axo.integrations.fabric.loader import split_in_order
+
+    place, data = SimpleNamespace(row_parts=2, row_part=1), torch.arange(16)
+    sampler = DistributedSampler(data, 2, 1, shuffle=False)
+    read = split_in_order(DataLoader(data, 1, sampler=sampler), place)
+    assert [each.item() for each in read] == list(range(1, 16, 2))
+
+
+def test_fewer_samples_than_a_batch_of_all_ranks_are_refused_where_the_rest_is_dropped():
+    """Else a run would train nothing, and say that it is done."""
+    from axo.integrations.fabric.loader import split_in_order
+
+    place, loader = SimpleNamespace(row_parts=4, row_part=0), DataLoader(torch.arange(7), 2, drop_last=True)
+    with pytest.raises(axo.Refused, match="7 samples are less than one batch of 2 on each of 4 data ranks"):
+        split_in_order(loader, place)
+
+
+def test_an_order_that_is_gone_on_with_is_that_of_its_epoch():
+    """Oracle: a process that has read all epochs before."""
+    from axo.integrations.fabric.loader import Position, split_in_order
+
+    def loader():
+        order = torch.Generator().manual_seed(7)
+        place = SimpleNamespace(row_parts=2, row_part=0)
+        return split_in_order(DataLoader(torch.arange(8), 1, shuffle=True, generator=order), place)
+
+    def epoch(position, read):
+        return [each.item() for each in position.batches(read, lambda: iter(read), 2)]
+
+    position, read = Position(), loader()
+    epochs = [epoch(position, read) for _ in range(3)]
+    again, read = Position(), loader()
+    again.load_state_dict({"epoch": 1, "samples": 4})
+    assert epoch(again, read) == epochs[1][2:] != epochs[0][2:]
+    assert epoch(again, read) == epochs[2]
+
+
 def mean_of_unequal_tokens():
     """LitGPT's loss in pretraining, of data that leaves tokens out: the mean over data ranks against that of all."""
     import litgpt.pretrain
@@ -238,7 +276,7 @@ def mean_of_unequal_tokens():
     targets = torch.arange(12).view(2, 6) % 10
     targets[1, 2:] = -100
     run = LitGPTRun(litgpt.pretrain, Options(grid=axo.Grid.parse("1x1x2x1")))
-    run.strategy = SimpleNamespace(comms=comms, stands_in=False)
+    run.strategy = SimpleNamespace(comms=comms, stands_in=False, streams=False)
     mine = slice(comms.data_rank, comms.data_rank + 1)
     loss = run.chunked_cross_entropy(chunked_cross_entropy, logits[mine], targets[mine])
     (grad,) = torch.autograd.grad(loss, logits)

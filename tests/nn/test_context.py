@@ -14,7 +14,7 @@ import axo
 from axo.arrangement import TESSERACT
 from axo.matmul import cost
 from axo.nn import context_attention as module
-from axo.nn.context import pieces_of, with_documents
+from axo.nn.context import next_labels, pieces_of, with_documents
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close, assert_counted
 
@@ -130,6 +130,8 @@ def mistakes():
             axo.nn.attention(*torch.zeros(3, 2, heads, count, 8), pieces)
     with pytest.raises(ValueError, match="context='star' is not known"):
         pieces_of(tokens[:, :3], comms.context, "star")
+    with pytest.raises(ValueError, match="numbers of 6 tokens beside 3 tokens of this rank; cut labels"):
+        next_labels(torch.zeros(2, 6, dtype=torch.int64), pieces)
     with pytest.raises(axo.Refused, match="algorithm"):
         comms.arrange(TESSERACT)
     with pytest.raises(ValueError, match="context=3 ranks that share sequences do not divide z=4"):

@@ -138,7 +138,9 @@ def cut_for_data_ranks(loader: Any, comms: Communicators) -> None:
         part = getattr(each, "rank", None)
         if name and comms.everyone.size in _numbers(each).values():
             parts, part = comms.everyone.size, _numbers(each)[name]
-        of_ranks = parts == comms.everyone.size or (parts == comms.row_parts and comms.arrangement.leads(comms.coords))
+        of_pieces = comms.context.size > 1 and parts == comms.data_ranks
+        of_parts = parts == comms.row_parts and comms.arrangement.leads(comms.coords)
+        of_ranks = parts == comms.everyone.size or of_pieces or of_parts
         if parts is None or not of_ranks or (parts, part) == (comms.row_parts, comms.row_part):
             continue
         if type(each) is not DistributedSampler:

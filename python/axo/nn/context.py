@@ -131,7 +131,16 @@ def pieces_of(tokens: torch.Tensor, communicator: Communicator, kind: str = "rin
 
 
 def whole_tokens(mine: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-    """Gather numbers of tokens over a context: ``(rows, its tokens)`` -> ``(rows, length)``. No gradients."""
+    """Gather numbers of tokens over a context: ``(rows, its tokens)`` -> ``(rows, length)``. No gradients.
+
+    Raises:
+        ValueError: They are not as many as the tokens of this rank, such as labels that were not cut with them.
+    """
+    if mine.shape[1] != pieces.tokens():
+        raise ValueError(
+            f"context: numbers of {mine.shape[1]} tokens beside {pieces.tokens()} tokens of this rank; cut labels and"
+            " positions as the tokens are, by axo.shard_batch(batch, comms)"
+        )
     parts = pieces.communicator.all_gather(pad(mine, pieces.longest, 1).contiguous().unsqueeze(0))
     return pieces.join(list(parts), 1)
 

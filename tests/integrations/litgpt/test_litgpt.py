@@ -192,6 +192,15 @@ def test_goldfish_masks_training_and_not_validation():
             "context='tree' is not known; use one of 'ring', 'gather', 'heads'",
         ),
         (["finetune_lora", ".", "--context", "2", "--grid", "1x1x2x1"], "--context is of pretrain: finetune_lora"),
+        (["pretrain", "pythia-14m", "--context-kind", "heads", "--grid", "1x1x2x1"], "--context-kind heads is of"),
+        (
+            ["pretrain", "pythia-14m", "--context", "2", "--grid", "2x2x2x1", "--algorithm", "tesseract"],
+            "--context is not supported by algorithm 'tesseract'",
+        ),
+        (
+            ["pretrain", "pythia-14m", "--context", "8", "--context-kind", "heads", "--grid", "1x1x8x1"],
+            "context='heads' cannot give a rank's 4 heads",
+        ),
         (["pretrain", "pythia-14m", "--pipeline", "0"], "--pipeline 0 is not a whole number of at least 1"),
         (["pretrain", "pythia-14m", "--schedule", "zbv"], "--schedule zbv is of pipeline stages; add --pipeline N"),
         (["pretrain", "pythia-14m", "--cuts", "3"], "--cuts 3 is of pipeline stages; add --pipeline N"),

@@ -31,6 +31,7 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, _update_dataloader, has_iterable_dataset
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from axo.comm.connect import Communicators
 from axo.errors import Refused
@@ -45,6 +46,8 @@ class Position:
         self._given = 0  # batches given out in this epoch
         self._skip = 0  # samples to leave out when iteration begins
         self._resumed = False
+        self._begun = 0  # in this process
+        self._ahead = 0  # epochs whose orders were drawn before this process
 
     def batches(self, loader: Any, start: Callable[[], Iterator[Any]], each: int) -> Iterator[Any]:
         """One epoch of ``loader``: ``start()`` begins it, ``each`` samples are read at once by all data ranks.
@@ -54,13 +57,16 @@ class Position:
         Raises:
             ValueError: The run that is resumed stopped between two batches of this one.
         """
-        self._epoch, self._given = self._epoch + 1, 0
+        self._epoch, self._given, self._begun = self._epoch + 1, 0, self._begun + 1
         skip, self._skip = self._skip, 0
         if skip % each:
             raise ValueError(
                 f"data: the checkpoint was taken after {skip} samples of an epoch, which is not a multiple of the"
                 f" {each} that the data ranks read at once; change the micro-batch size"
             )
+        if isinstance(loader.batch_sampler, EachOnce):
+            loader.batch_sampler.draw(self._ahead, loader.generator)
+        self._ahead = 0
         if self._resumed:
             _set_sampler_epoch(loader, self._epoch)  # Fabric counts from the start of this process
         if hasattr(loader.dataset, "set_epoch"):
@@ -85,6 +91,7 @@ class Position:
         if not isinstance(state, dict) or not {"epoch", "samples"} <= state.keys():
             raise ValueError("data: the checkpoint does not say where its run stood in the data; start a new run of it")
         self._epoch, self._skip, self._resumed = state["epoch"] - 1, state["samples"], True
+        self._ahead = max(0, state["epoch"] - self._begun)
 
 
 class ResumableLoader(DataLoader):
@@ -115,10 +122,15 @@ def split_in_order(loader: Any, comms: Communicators, *, stand_ins: bool = False
     A batch sampler of a program's own is made anew with this rank's samples; where the data ranks do not divide them,
     the last ones begin again at the first. An iterable dataset is left as it is, as Fabric leaves it.
     """
-    if has_iterable_dataset(loader):
-        return loader
+    if has_iterable_dataset(loader) or isinstance(loader.sampler, DistributedSampler):
+        return loader  # that sampler is cut anew where it is not this data rank's (axo.integrations.data_ranks)
     if type(loader.batch_sampler) is BatchSampler:
         cut = EachOnce(loader.sampler, loader.batch_size, loader.drop_last, comms, stand_ins=stand_ins)
+        if len(cut.sampler) and not len(cut):
+            raise Refused(
+                f"data: {len(cut.sampler)} samples are less than one batch of {loader.batch_size} on each of"
+                f" {comms.row_parts} data ranks, and the rest is dropped; use smaller batches, or fewer ranks"
+            )
         return with_batches(loader, cut)
     sampler = _in_one_order(loader.sampler, comms)
     mine = DistributedSamplerWrapper(sampler, num_replicas=comms.row_parts, rank=comms.row_part, shuffle=False)
@@ -182,6 +194,13 @@ class EachOnce:
             samples = list(itertools.islice(order, size))
             yield samples[self.rank :: self.num_replicas] or samples[:1]
         deque(order, 0)  # at its end torch's sampler draws once more, and the next epoch's order comes after that
+
+    def draw(self, epochs: int, of_loader: torch.Generator | None) -> None:
+        """Draw what so many epochs do that nobody reads: a seed of the loader's workers, and an order."""
+        for _ in range(epochs if isinstance(self.sampler, RandomSampler) else 0):
+            if of_loader is not None:
+                torch.empty((), dtype=torch.int64).random_(generator=of_loader)
+            deque(self.sampler, 0)
 
     def stands_in(self, number: int) -> bool:
         """Whether this rank's batch of that number has nothing of its own."""

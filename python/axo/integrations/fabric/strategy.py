@@ -59,6 +59,7 @@ from axo.arrangement import arrangement_of
 from axo.check import one_of, whole_number
 from axo.comm.connect import Communicators
 from axo.comm.rendezvous import launchers_store, store_of_this_start
+from axo.errors import Refused
 from axo.grid import Grid, check_ranks
 from axo.integrations import data_ranks
 from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
@@ -168,11 +169,16 @@ class AxoStrategy(DDPStrategy):
         whole_number("AxoStrategy: context", context, least=1)
         if self.grid.z % context:
             raise ValueError(f"AxoStrategy: context={context} does not divide z={self.grid.z} of grid {self.grid}")
+        if context > 1 and (pipeline > 1 or plan != "litgpt"):
+            other = f"pipeline={pipeline}" if pipeline > 1 else f"plan={plan!r}, whose model knows its own batches,"
+            raise Refused(f"AxoStrategy: context={context} with {other} is not supported; leave one of the two out")
         self.context, self.context_kind = context, context_kind
         self.ranks = self.grid.world_size * pipeline
         self._stages: StageRunner | None = None
         self.arrangement = arrangement_of("AxoStrategy", algorithm)
         self.arrangement.check(self.grid)
+        if context > 1:
+            self.arrangement.only_axonn(f"AxoStrategy: context={context}")
         self.plan, self.zero, self.vocab_loss, self.sharded = plan, zero, vocab_loss, sharded
         self.counts, self.like_one_device, self.step_agreement = counts, like_one_device, step_agreement
         self.comms = None  # type: ignore[assignment]
@@ -422,6 +428,12 @@ class AxoStrategy(DDPStrategy):
         gradients, it runs the schedule: the next call must be ``fabric.backward`` of it, or of a multiple.
         """
         first = logits[0] if isinstance(logits, list) else logits
+        tokens = sum(part.shape[1] for part in (logits if isinstance(logits, list) else [logits]))
+        if self.context > 1 and targets.shape[1] != tokens:
+            raise ValueError(
+                f"cross_entropy: targets of {targets.shape[1]} tokens for logits of this rank's {tokens}; cut them by"
+                " axo.sharding.cut_sequence(targets, comms)"
+            )
         if self._stages is not None and isinstance(first, StagedLogits):
             scaler = getattr(self.precision, "scaler", None)
             scale = float(scaler.get_scale()) if scaler is not None else 1.0
@@ -569,9 +581,9 @@ def register(make: Callable[[], AxoStrategy]) -> None:
 
 def count_data_ranks(throughput: Any, comms: Communicators) -> None:
     """Let a Throughput of Lightning's take a data rank for its device: one with the peak of all its ranks."""
-    throughput.world_size = comms.data_ranks
+    throughput.world_size = comms.row_parts
     if throughput.available_flops is not None:
-        throughput.available_flops *= comms.everyone.size // comms.data_ranks
+        throughput.available_flops *= comms.everyone.size // comms.row_parts
 
 
 def _counting(init: Callable[..., None]) -> Callable[..., None]:

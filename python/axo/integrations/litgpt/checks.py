@@ -219,6 +219,7 @@ def _check_model(config: Any, asked: Options) -> None:
     from litgpt.model import GPT
 
     from axo.perf import cut, pipeline_schedule
+    from axo.plans import context
     from axo.plans.litgpt import plan
 
     kind, cuts = pipeline_schedule.schedule_kind(asked.schedule or "1f1b"), cut.read(asked.cuts or "even")
@@ -229,6 +230,8 @@ def _check_model(config: Any, asked: Options) -> None:
         short.n_layer = min(config.n_layer, 1 + (config.first_k_dense_replace or 0))
         with torch.device("meta"):
             plan.check(GPT(short), asked.chosen_grid, arrangement_of("litgpt", asked.algorithm))
+            if asked.context > 1:
+                context.check(GPT(short), asked.context_kind, asked.context, asked.chosen_grid.x)
 
 
 def _check_batch(train: Any, asked: Options) -> None:

@@ -98,6 +98,10 @@ class Options:
                     f"litgpt: {name_of(each)} {value} is of pipeline stages; add --pipeline N, or leave it out"
                 )
         check_kind("litgpt", self.context_kind)
+        if self.context == 1 and self.context_kind != "ring":
+            raise ValueError(f"litgpt: --context-kind {self.context_kind} is of --context N; add that, or leave it out")
+        if self.context > 1:
+            arrangement_of("litgpt", self.algorithm).only_axonn("litgpt: --context")
         if self.context > 1 and (self.grid is None or self.grid.z % self.context or self.pipeline > 1):
             lacks = "--grid auto" if self.grid is None else f"--pipeline {self.pipeline}"
             if self.grid is not None and self.pipeline == 1:

@@ -175,6 +175,8 @@ class LitGPTRun:
         value = mean(logits, targets, chunk_size, ignore_index)
         if targets.is_meta or asked.data_ranks * asked.context == 1:
             return value
+        if self.strategy.streams and asked.context == 1 and not torch.is_grad_enabled():
+            return value  # a validation, in which ranks need not call this as often
         tokens = (targets != ignore_index).sum() * (not self.strategy.stands_in)
         weight = token_weight(tokens, self.strategy.comms)
         return torch.where(weight > 0, value * weight, 0.0)  # stock LitGPT's mean of no tokens is NaN in validation

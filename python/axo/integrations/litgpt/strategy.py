@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.data import has_iterable_dataset
 from torch import nn
 
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
@@ -37,6 +38,7 @@ class LitGPTStrategy(AxoStrategy):
     Attributes:
         train: ``litgpt.args.TrainArgs`` of the run, once they are known.
         module: The model that was split last.
+        streams: Whether a loader reads a stream, of which a data rank may have more batches than another.
         stands_in: Whether the batch that was read last has no sample of its own: it belongs in no mean.
     """
 
@@ -45,7 +47,7 @@ class LitGPTStrategy(AxoStrategy):
         self.train: Any = None
         self.module: nn.Module | None = None
         self.after_setup: Callable[[nn.Module], None] | None = None  # for the next model, once split
-        self.stands_in = False
+        self.stands_in = self.streams = False
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         module = self.module = super().setup_module(module)
@@ -60,6 +62,7 @@ class LitGPTStrategy(AxoStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         self._check_launched("setup_dataloaders")
+        self.streams |= has_iterable_dataset(dataloader)
         return SharedLoader(
             split_in_order(dataloader, self.comms, stand_ins=True),
             self.comms,
