@@ -225,7 +225,14 @@ class Placement:
     def is_first_holder(self, coords: Coords) -> bool:
         """Whether no rank before that at ``coords`` has the same part."""
         place = coords if self.holders is None else self.holders.among(coords)
-        return all(axis in self.split_axes or not getattr(place, axis) for axis in AXES)
+        for axis in self._copied_over:  # asked of each tensor in each step: no generator
+            if getattr(place, axis):
+                return False
+        return True
+
+    @cached_property
+    def _copied_over(self) -> tuple[str, ...]:
+        return tuple(axis for axis in AXES if axis not in self.split_axes)
 
     @property
     def state_dim(self) -> int:

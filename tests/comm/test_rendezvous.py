@@ -139,7 +139,7 @@ def one_stalls(where, folder, first):
     replace_in_rank_1(where, stall)
     start = time.monotonic()
     with pytest.raises(Timeout) as caught:
-        axo.connect("3x1x1x1", meeting_timeout=3 if os.environ["RANK"] == str(first) else 5)
+        axo.connect("3x1x1x1", meeting_timeout=5 if os.environ["RANK"] == str(first) else 8)
     seconds = time.monotonic() - start
     open(f"{folder}/{os.environ['RANK']}", "w").close()
     while len(os.listdir(folder)) < 2:  # a rank that gave up says so: nobody may find it out from its end
@@ -156,7 +156,7 @@ def test_the_meeting_timeout_bounds_every_meeting(where, first, tmp_path):
         message, seconds = outcome.value
         assert seconds < 25, message  # it was the 600 s of an operation
         if outcome.rank != first:
-            assert seconds < 5 or where == "gather", message  # it heard of the other one
+            assert seconds < 8 or where == "gather", message  # it heard of the other one
         words = r"ranks \[1\]|not arrived: 1\b|rank 1 has not come"
         assert outcome.rank == 2 or re.search(words, message), message
     if first == 2 and where == "core":

@@ -74,7 +74,7 @@ def test_sample_of_the_matrix():
     outcomes = passed(matrix, workers=1)  # each imports torch and Triton anew
     assert {case.target for case in matrix} == {"sm_90", "gfx942"}
     assert {case.kernel for case in matrix} == {
-        *("matmul", "accumulate", "combine", "epilogue", "wait", "signal", "flags", "goldfish", "push", "sum")
+        *("matmul", "accumulate", "combine", "epilogue", "wait", "signal", "keep", "flags", "goldfish", "push", "sum")
     }
     plain = [outcome for outcome in outcomes if " matmul " in outcome.name]
     assert all(outcome.spilled == 0 for outcome in plain), [(o.name, o.spilled) for o in plain if o.spilled]
