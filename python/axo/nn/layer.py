@@ -299,7 +299,9 @@ def refuse_context(model: nn.Module) -> None:
             what = (
                 "a context (axo.connect(context=...))" if layer.comms.context.size > 1 else "axo.connect(experts=...)"
             )
-            raise Refused(f"a model in {what} is trained by a loop of your own, or by axo train")
+            raise Refused(
+                f"a model in {what} is trained by a loop of your own, or by axo train; AxoStrategy takes whole models"
+            )
 
 
 def default_device(device: torch.device | str | None, comms: Communicators) -> torch.device:
