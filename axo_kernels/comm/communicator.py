@@ -15,6 +15,7 @@ form of the driver's stream operations). On a CPU it is a thread that runs what 
 from __future__ import annotations
 
 import os
+import random
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from axo_kernels.fused.chunks import tile_table
 from axo_kernels.fused.workspace import Empty, PeerRoom, Workspace, Workspaces, aligned, empty_buffer
 
 _T = TypeVar("_T")
+_NO_KERNELS = "needs kernels of Triton's, and a device that runs them, not {}"
 _KEPT_BLOCK = 2048  # elements that a program copies at once
 
 
@@ -68,7 +70,8 @@ class FusedCommunicator:
     Attributes:
         ran: The record: each operation appends a :class:`FusedRun`.
         workspaces: The flags and buffers, made at an operation's first call at a shape.
-        rooms: What the ranks push into: the last one, and smaller ones before it whose addresses captured graphs have.
+        rooms: What the ranks push into: one, or none yet.
+        captured_rooms: Those of before whose addresses captured graphs have.
         store: Where the ranks meet to share memory; None: they do not.
 
     Args:
@@ -85,6 +88,7 @@ class FusedCommunicator:
         self.ran: deque[FusedRun] = deque(maxlen=256)
         self.workspaces = Workspaces()
         self.rooms: list[PeerRoom] = []
+        self.captured_rooms: list[PeerRoom] = []
         self.store: Callable[[], dist.Store] | None = None
         self._peers: Peers | None = None
         self._unreachable: str | None = None
@@ -254,18 +258,31 @@ class FusedCommunicator:
     empty: Empty = staticmethod(empty_buffer)
 
     def unreachable(self, device: torch.device) -> str:
-        """Why kernels of these ranks cannot write to each other's memory there; "" where they can. Collective, once."""
+        """Why kernels of these ranks cannot write to each other's memory there; "" where they can. Collective, once.
+
+        Raises:
+            RuntimeError: It would be found out inside a capture.
+        """
         if self._unreachable is None:
-            self._unreachable = ""
-            try:
-                self.agreed(lambda: self.peer_room(0, device))
-            except ValueError as error:
-                self._unreachable = f"needs memory that kernels of all ranks reach: {error}"
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("push: nothing is known of these ranks' memory; run it once before the capture")
+            why = "" if devices.runs_triton(device) else _NO_KERNELS.format(device)
+            if self.maximum([float(bool(why))])[0]:
+                why = why or _NO_KERNELS.format("that of another rank")
+            else:
+                try:
+                    self.agreed(lambda: self.peer_room(0, device))
+                except ValueError as error:
+                    why = f"needs memory that kernels of all ranks reach: {error}"
+            self._unreachable = why
         return self._unreachable
 
     def on_one_host(self) -> bool:
         """Whether these ranks could hand each other memory. Collective."""
-        host = float(host_number())
+        try:
+            host = float(host_number())
+        except OSError:  # a rank that has none shares it with nobody; it must take part below
+            host = float(random.getrandbits(48))
         most, least = self.maximum([host, -host])
         return most == -least
 
@@ -302,16 +319,20 @@ class FusedCommunicator:
             nbytes = max(nbytes, last.capacity * 3 // 2)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if not last.epoch.captured:  # else a graph has its addresses
-                self.forget_room()
         capacity = int(self.maximum([float(max(nbytes, 1))])[0])  # nobody uses the old one any more: all are here
+        del last  # its memory goes before the new one's comes
+        self.forget_room()
         memory = self.peer_memory(aligned(8 * self.size) + 2 * aligned(capacity), device)
-        self.rooms.append(PeerRoom(memory, self.size, device))
+        self.rooms.append(self.agreed(lambda: PeerRoom(memory, self.size, device)))
         return self.rooms[-1]
 
     def forget_room(self) -> None:
-        """Have the next push begin in a room of its own: on all ranks, once one of them has failed in the last."""
-        del self.rooms[-1:]
+        """Have the next push begin in a room of its own: on all ranks, once one of them has failed in the last.
+
+        One whose addresses a captured graph has stays where it is.
+        """
+        self.captured_rooms += [room for room in self.rooms if room.epoch.captured]
+        self.rooms.clear()
 
     def peer_memory(self, nbytes: int, device: torch.device) -> PeerMemory:
         """Allocate as many bytes on each rank, of zeros, that kernels of all reach: collective.
@@ -322,7 +343,8 @@ class FusedCommunicator:
         if self.store is None:
             raise ValueError(f"{type(self).__name__} has none")
         if self._peers is None:
-            self._peers = Peers(self.broadcast_text(uuid.uuid4().hex), self.store(), self.rank, self.size)
+            name, store = self.broadcast_text(uuid.uuid4().hex), self.store
+            self._peers = self.agreed(lambda: Peers(name, store(), self.rank, self.size))
         peers = self._peers
         mine = self.agreed(lambda: peers.allocate(nbytes, device))
         return self.agreed(lambda: peers.map(mine))
@@ -354,7 +376,7 @@ class FusedCommunicator:
 
     def _workspaces(self) -> Iterator[Workspace]:
         yield from self.workspaces.all()
-        for room in self.rooms:
+        for room in (*self.captured_rooms, *self.rooms):
             yield from room.workspaces.all()
 
     def maximum(self, values: list[float]) -> list[float]:

@@ -24,7 +24,7 @@ import torch
 from axo_kernels import device as devices
 from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.fused.chunks import ChunkOrder, push_order
-from axo_kernels.fused.segments import SegmentedProduct, programs_left
+from axo_kernels.fused.segments import SegmentedProduct
 from axo_kernels.fused.workspace import PeerRoom, Workspace, aligned, table_width
 from axo_kernels.gemm.layout import Product
 from axo_kernels.gemm.tiles import Config
@@ -61,7 +61,7 @@ class PushWorkspace(Workspace):
             table = torch.tensor(rows, dtype=torch.int64)
             return torch.nn.functional.pad(table, (0, width - size)).to(device)
 
-        self.owners = addresses(0, rank, max(size, table_width(order)))
+        self.owners = addresses(0, rank, table_width(order))
         self.copies = addresses(size, size + rank, size)
 
     def _awaited(self, number: int) -> str:
@@ -102,8 +102,10 @@ def push(
         operation, order, product, device, lambda: PushWorkspace(operation, order, product, comm.rank, room, device)
     )
     assert isinstance(workspace, PushWorkspace)
-    kernels, units = devices.signal_kernels(), programs_left(comm, device)
+    kernels, units = devices.signal_kernels(), devices.target_of(device).units
     assert kernels is not None
+    if device.type == "cuda":  # what waits leaves room to other communication, but is no collective's peer
+        units = max(1, units - comm.reserved_units)
     block = -(-product.m // size)
     elements = block * product.n
 

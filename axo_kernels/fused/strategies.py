@@ -109,12 +109,9 @@ class FusedPlan:
         return self.multiply or partial(vendor_matmul, layout=layout), order
 
 
-_NO_KERNELS = "needs kernels of Triton's, and a device that runs them, not {}"
-
-
 def unreachable(comm: FusedCommunicator, device: torch.device) -> str:
     """Why ``push`` cannot run there; "" where it can. Collective at its first call."""
-    return comm.unreachable(device) if devices.runs_triton(device) else _NO_KERNELS.format(device)
+    return comm.unreachable(device)
 
 
 def start_all_reduce(
@@ -254,16 +251,16 @@ def run_all_gather(
     for rows_in_order, span, count in _by_rank(packed, order):
         rows_in_order[comm.rank].copy_(shard[span].unflatten(0, (count, -1)))
     kept = shard.new_empty((comm.size * rows, depth)) if keep and order.chunks else None
-    comm.fork(a.device)
-    for chunk in range(order.chunks):  # the producer of the flags comes first in host order
-        ranks = packed[slice(*order.packed(chunk))]
-        comm.all_gather(ranks, ranks.chunk(comm.size)[comm.rank])
-        if kept is None or chunk + 1 < order.chunks:
-            comm.write_flag(workspace, chunk)
-        else:
-            comm.keep(workspace, packed, kept)
     first, second = (packed, other) if gather == "a" else (other, packed)
+    comm.fork(a.device)
     try:
+        for chunk in range(order.chunks):  # the producer of the flags comes first in host order
+            ranks = packed[slice(*order.packed(chunk))]
+            comm.all_gather(ranks, ranks.chunk(comm.size)[comm.rank])
+            if kept is None or chunk + 1 < order.chunks:
+                comm.write_flag(workspace, chunk)
+            else:
+                comm.keep(workspace, packed, kept)
         SegmentedProduct(product, workspace, comm, bias, way.config).consume(first, second, out, gather)
     except BaseException:
         comm.abandon()

@@ -161,8 +161,10 @@ class Workspace:
 
 
 def table_width(order: ChunkOrder) -> int:
-    """Columns of the table of an order's segments: a power of two."""
-    return max(16, 1 << (len(order.segments) - 1).bit_length())
+    """Columns of the table of an order's segments: a power of two. Of a push there is one for each owner, also for
+    those without rows."""
+    columns = order.size if order.operation == "push" else len(order.segments)
+    return max(16, 1 << (columns - 1).bit_length())
 
 
 class Workspaces:

@@ -156,8 +156,8 @@ def fused_choices(
     the communicator's ``caps`` or in windows, and ``push`` of a sum; but for what is ``missing`` (:func:`not_tried`).
 
     Chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out, as on a GPU that has no
-    more multiprocessors than it leaves to the communication). In fp8 torch's product is all there is: serial and in
-    chunks, of whose rows torch._scaled_mm wants multiples of 16.
+    more multiprocessors than it leaves to the communication, which ``push`` can do without). In fp8 torch's product is
+    all there is: serial and in chunks, of whose rows torch._scaled_mm wants multiples of 16.
     """
     size, caps, held, reserved = on.size, on.caps, on.held_units, on.reserved_units
     whole = product
@@ -183,12 +183,12 @@ def fused_choices(
     if device.type == "cuda" and devices.runs_triton(device):
         target = devices.target_of(device)
         fit = [cap for cap in caps or (0,) if target.units > (cap + held if cap else reserved)]
-        for config in fused_candidates(target, whole, _described(whole))[:_FUSED_TILES] if fit else ():
+        for config in fused_candidates(target, whole, _described(whole))[:_FUSED_TILES]:
             signal = Choice("triton", product.layout, config, "signal")
             if "push" not in missing:
                 choices.append(replace(signal, strategy="push"))
             choices += [replace(signal, chunks=chunks, channels=cap) for chunks in counts for cap in fit]
-            if "windows" not in missing:
+            if fit and "windows" not in missing:
                 choices += [replace(signal, chunks=chunks, windows=True) for chunks in counts]
     return choices
 
@@ -202,13 +202,14 @@ def not_tried(operation: str, on: FusedCommunicator, device: torch.device) -> di
     return {name: why for name, why in (("windows", windows), ("push", push)) if why}
 
 
-def fused_name(operation: str, gather: str, on: FusedCommunicator, product: Product) -> str:
-    """What a fused operation is called in the cache; one that was chosen among the communicator's caps, or where it has
-    windows, is no choice without them."""
+def fused_name(operation: str, gather: str, on: FusedCommunicator, product: Product, push: bool = False) -> str:
+    """What a fused operation is called in the cache; one that was chosen among the communicator's caps, where it has
+    windows, or beside a ``push``, is no choice without them."""
     gathers = operation.startswith("all_gather")
     name = f"{operation} {gather if gathers else ''} size={on.size} {product.name}"
     name += f" caps={','.join(map(str, on.caps))}" if on.caps else ""
-    return f"{name} windows" if gathers and not on.without_windows else name
+    name += " windows" if gathers and not on.without_windows else ""
+    return f"{name} push" if push else name
 
 
 def _described(product: Product) -> bool:

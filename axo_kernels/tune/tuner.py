@@ -99,6 +99,7 @@ class Tuner:
         self._given = cache
         self._runs: dict[Any, tuple[Runner, Runner]] = {}  # without and with an epilogue
         self._choices: dict[str, Choice] = {}
+        self._missing: dict[tuple[str, FusedCommunicator], dict[str, str]] = {}  # strategies, of an operation
         self._trust: dict[str, Trust] = {}  # by the layout of the operands
 
     def matmul(
@@ -176,17 +177,17 @@ class Tuner:
         ranks = on or self.comm
         if self.mode == "off" or ranks.size == 1:
             return Choice("vendor", product.layout)
-        name = fused_name(operation, gather, ranks, product)
-
-        def missing() -> dict[str, str]:
-            """What is no candidate, and why: the same on all ranks, also where another line of them lacks it."""
+        # What is no candidate, and why: the same on all ranks, also where another line of them lacks it.
+        without = self._missing.get((operation, ranks))
+        if without is None:
             without = not_tried(operation, ranks, device)
             if self._together([float("push" in without)])[0]:
                 without.setdefault("push", "other ranks have no memory that kernels reach")
-            return without
+            self._missing[operation, ranks] = without
+        push = "push" not in without
+        name = fused_name(operation, gather, ranks, product, push)
 
         def candidates() -> list[Choice]:
-            without = missing()
             self.left_out += [LeftOut(name, what, why) for what, why in without.items()]
             return fused_choices(operation, product, device, gather, ranks, self.choose, without)
 
@@ -196,7 +197,7 @@ class Tuner:
             device,
             candidates,
             partial(run_fused, operation, gather, ranks, product.layout),
-            lambda choice: choice.strategy != "push" or "push" not in missing(),
+            lambda choice: choice.strategy != "push" or push,
             ranks,
         )
 
@@ -270,7 +271,7 @@ class Tuner:
                 why = self._complaint(choice, product, operands, reference, run, device, on)
                 if why:
                     self.left_out.append(LeftOut(name, choice.name, why))
-                    if on is not None:
+                    if on is not None and choice.strategy == "push":
                         on.forget_room()  # in which ranks may stand apart now
                 else:
                     right.append(choice)

@@ -98,7 +98,8 @@ class FusedProducts:
             line, store = self._comms.axis(axis), dist.distributed_c10d._get_default_store
             adapted = self._adapted[axis, op] = adapt(line, self._comms.timeout, op, window=_window, store=store)
             if op != "sum":
-                adapted.rooms = self.on(axis).rooms  # one for a line, whatever is done with its sums
+                sums = self.on(axis)  # one room for a line, whatever is done with its sums
+                adapted.rooms, adapted.captured_rooms = sums.rooms, sums.captured_rooms
         return self._adapted[axis, op]
 
     def poll(self) -> None:
@@ -124,9 +125,9 @@ class FusedProducts:
             if not product.flops:
                 return None
             name = self._name(kind, axis, product)
-            if name not in self._sites:
-                self._sites[name] = self._kept(name, axis, product, device)
-            choice = self._sites[name]
+            if (name, axis) not in self._sites:  # one axis may have what the other lacks
+                self._sites[name, axis] = self._kept(kind, axis, product, device)
+            choice = self._sites[name, axis]
         else:
             if site not in self._sites:  # on all ranks alike, also on one whose own product is empty
                 judge = self.on(axis) if self._tuner is None else self._tuner.comm
@@ -137,7 +138,7 @@ class FusedProducts:
                     return None
                 name = self._name(kind, axis, largest)
                 if self._tuner is None:
-                    self._sites[site] = self._kept(name, axis, largest, device)
+                    self._sites[site] = self._kept(kind, axis, largest, device)
                 else:
                     chosen = self._tuner.choose_fused(OPERATION[kind], largest, device, _GATHERED, on=self.on(axis))
                     self._sites[site] = self._fused(name, chosen)
@@ -147,15 +148,21 @@ class FusedProducts:
     def _name(self, kind: str, axis: str, product: Product) -> str:
         return fused_name(OPERATION[kind], _GATHERED, self.on(axis), product)
 
-    def _kept(self, name: str, axis: str, product: Product, device: torch.device) -> Choice | None:
-        """What rank 0 had on disk, where it can run here."""
-        kept = from_json(self._entries[name]) if name in self._entries else None
-        if kept is None:
-            return self._fused(name, None, "not measured")
-        if not usable(kept, product, device):
-            return self._fused(name, None, f"'{kept.name}' cannot run here")
-        why = unreachable(self.on(axis), device) if kept.strategy == "push" else ""
-        return self._fused(name, None if why else kept, f"push {why}")
+    def _kept(self, kind: str, axis: str, product: Product, device: torch.device) -> Choice | None:
+        """What rank 0 had on disk, where it can run here: chosen beside a push, or else without."""
+        line, why = self.on(axis), "not measured"
+        for push in (True, False):
+            entry = self._entries.get(fused_name(OPERATION[kind], _GATHERED, line, product, push))
+            kept = from_json(entry) if entry is not None else None
+            if kept is None:
+                continue
+            if not usable(kept, product, device):
+                why = f"'{kept.name}' cannot run here"
+            elif kept.strategy == "push" and (lacking := unreachable(line, device)):
+                why = f"push {lacking}"
+            else:
+                return self._fused(self._name(kind, axis, product), kept)
+        return self._fused(self._name(kind, axis, product), None, why)
 
     def _fused(self, name: str, choice: Choice | None, why: str = "") -> Choice | None:
         """The choice, unless it is the layer's own way; ``why``: there is none."""

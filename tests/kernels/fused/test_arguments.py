@@ -92,6 +92,7 @@ def test_signal_leaves_room_for_the_communication(monkeypatch):
 
         found = candidates(4)
         assert any(candidate.strategy == "signal" for candidate in found) == there
+        assert any(candidate.strategy == "push" for candidate in found), "which waits for no collective"
         # Where the collectives can be capped, the product leaves what they take: every cap that leaves it anything.
         found = candidates(32, (4, 8, 16))
         assert {each.channels for each in found if each.strategy == "signal"} == ({4, 8, 16} if there else set())
@@ -196,3 +197,59 @@ def test_bad_communicators_and_shapes():
     # one piece is not cut: the default of 4 chunks fits one row
     assert matmul_reduce_scatter(torch.ones(1, 8), torch.ones(3, 8), SoloCommunicator()).shape == (1, 3)
     assert all_gather_matmul(torch.ones(4, 8), torch.ones(1, 8), SoloCommunicator()).shape == (4, 1)
+
+
+def test_what_fails_after_the_fork_ends_it():
+    """Else every later operation would go to a stream that nobody joins."""
+    from axo_kernels.fused.strategies import FusedPlan, run_all_gather
+    from bench.lib.simulated import SimulatedCommunicator
+
+    comm = SimulatedCommunicator(2, 1e15, torch.device("cpu"))
+    comm.write_flag = lambda workspace, number: 1 // 0
+    operands = torch.ones(8, 4), torch.ones(6, 4), comm, "NT", "a", FusedPlan("signal", 2)
+    with pytest.raises(ZeroDivisionError):
+        run_all_gather(*operands)
+    del comm.write_flag
+    run_all_gather(*operands)
+    assert not comm._forked
+
+
+def test_ranks_ask_each_other_equally_often_whatever_one_of_them_lacks(monkeypatch):
+    """Each rank alone, of which some step fails, and beside one that has all: the maxima that they take part in."""
+    from axo_kernels import FusedCommunicator
+    from axo_kernels.comm import communicator as module
+
+    cuda, raised = torch.device("cuda", 0), []
+
+    class Rank(FusedCommunicator):
+        def __init__(self, of_others):
+            super().__init__(0, 2)
+            self.asked, self.of_others, self.store = 0, of_others, lambda: 1 // 0
+
+        def maximum(self, values):
+            self.asked += 1
+            return [max(value, self.of_others) for value in values]
+
+        def broadcast_text(self, text):
+            return text
+
+    def no_host():
+        raise OSError("no /proc")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(raised))
+    for runs, others, told in ((True, 1.0, "not that of another rank"), (False, 0.0, "not cuda:0")):
+        monkeypatch.setattr(module.devices, "runs_triton", lambda device, runs=runs: runs)
+        comm = Rank(others)
+        assert comm.unreachable(cuda).endswith(told) and comm.unreachable(cuda) and comm.asked == 1
+    monkeypatch.setattr(module, "host_number", no_host)
+    comm = Rank(-1e300)
+    comm.on_one_host()
+    assert comm.asked == 1
+    with pytest.raises(ValueError, match="division"):  # and not ZeroDivisionError, of which the others know nothing
+        comm.peer_memory(256, cuda)
+    assert comm.asked == 2
+    raised.append(True)
+    comm = Rank(0.0)
+    with pytest.raises(RuntimeError, match="run it once before the capture"):
+        comm.unreachable(cuda)
+    assert comm._unreachable is None and not comm.asked

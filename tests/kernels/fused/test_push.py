@@ -115,6 +115,7 @@ def check_played_ranks():
         (3, 29, torch.float32),
         (4, 1, torch.float32),
         (4, 8, torch.bfloat16),
+        (17, 1, torch.float32),  # a table of segments is wider than the ranks that have rows
     ):
         played = Played(size)
         for operation, layout in itertools.product(("matmul_all_reduce", "matmul_reduce_scatter") * 3, ("NT", "TN")):
@@ -141,6 +142,24 @@ def check_played_ranks():
 
 def test_played_ranks_agree_with_fp64(interpreter):
     interpreter.run(check_played_ranks)
+
+
+@pytest.mark.parametrize("size", [2, 16, 17, 24])
+@pytest.mark.parametrize("rows", [1, 20, 480])
+def test_tables_of_segments_and_of_owners_are_of_one_width(size, rows):
+    """The kernel finds the addresses of every owner by the width of the table of segments."""
+    from axo_kernels.fused.chunks import push_order
+    from axo_kernels.fused.push import PushWorkspace, part_bytes
+    from axo_kernels.fused.workspace import PeerRoom, table_width
+    from axo_kernels.gemm.layout import Product
+
+    product, device = Product("NT", rows, 4, 8, torch.float32), torch.device("cpu")
+    comm, order = Played(size).ranks[size - 1], push_order(rows, size - 1, size)
+    room = comm.peer_room(2 * size * part_bytes(product, size), device)
+    assert isinstance(room, PeerRoom)
+    workspace = PushWorkspace("a sum", order, product, comm.rank, room, device)
+    width = table_width(order)
+    assert workspace.owners.shape == (2, 2, width) and size <= width == 1 << (width - 1).bit_length()
 
 
 def check_alone():
@@ -227,8 +246,8 @@ def check_room():
     assert scatter(32) == [2560] and scatter(3) == [2560] and scatter(33) == [3840]
     assert comm.rooms[0].epoch.read() == 1, "the new room's own"
     comm.rooms[0].epoch.captured = True
-    assert scatter(49) == [3840, 5888]
-    comm.rooms[0].workspaces.all().__next__().status.copy_(torch.tensor([1, 0, 3, 2]))
+    assert scatter(49) == [5888] and [room.capacity for room in comm.captured_rooms] == [3840]
+    comm.captured_rooms[0].workspaces.all().__next__().status.copy_(torch.tensor([1, 0, 3, 2]))
     with pytest.raises(SignalTimeout, match="waited 30 s for the part of rank 0 of epoch 3"):
         comm.poll()
 

@@ -44,7 +44,7 @@ def keep_pushes(*products):
     cache = Cache(devices.device_name(torch.device("cpu")), devices.versions(), Path(os.environ["AXO_TUNE_CACHE"]))
     cache.put(
         {
-            fused_name(operation, "b", FusedCommunicator(0, 2), product): Choice(
+            fused_name(operation, "b", FusedCommunicator(0, 2), product, push=True): Choice(
                 "triton", product.layout, tile, "push"
             ).to_json()
             for operation, product in products
@@ -120,3 +120,27 @@ def test_a_line_without_such_memory_goes_its_own_way(interpreter, tmp_path):
         [hosts, "another rank has none"],
         [hosts, "integer division or modulo by zero"],
     ]
+
+
+def test_what_one_axis_pushes_another_that_cannot_does_not(monkeypatch):
+    """Lines of x and y of one size, with one product: only those of x reach each other's memory."""
+    from axo.matmul import fused as module
+    from axo_kernels import FusedCommunicator
+    from axo_kernels.gemm.layout import Product
+    from axo_kernels.gemm.tiles import Config
+    from axo_kernels.tune.choice import Choice, fused_name
+
+    monkeypatch.setattr(module, "usable", lambda *all: True)
+    product, cpu = Product("NT", 8, 8, 8, torch.float32), torch.device("cpu")
+    lines = {axis: FusedCommunicator(0, 2) for axis in "xy"}
+    lines["x"]._unreachable, lines["y"]._unreachable = "", "they are apart"
+    pushed = Choice("triton", "NT", Config(16, 16, 16, warps=1, stages=1), "push")
+    name = fused_name("matmul_all_reduce", "b", lines["x"], product)
+    for chunked in (None, Choice("vendor", "NT", strategy="split", chunks=2)):
+        entries = {f"{name} push": pushed.to_json()} | ({name: chunked.to_json()} if chunked else {})
+        products = module.FusedProducts(None, None, entries)
+        monkeypatch.setattr(products, "on", lambda axis: lines[axis])
+        for _ in range(2):
+            found = [products.choice("forward", "a layer", axis, product, cpu) for axis in "xy"]
+            assert found == [pushed, chunked]
+        assert products.report == {name: chunked.name if chunked else "own way: push they are apart"}

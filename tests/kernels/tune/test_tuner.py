@@ -461,15 +461,16 @@ def test_a_push_is_a_candidate_where_kernels_reach_the_peers(cache, monkeypatch)
     assert (plan.strategy, plan.config, plan.multiply) == ("push", pushes[0].config, None)
     monkeypatch.setattr(tuner_module, "usable", lambda *all: True)
     monkeypatch.setattr(Tuner, "_kernel_complaint", lambda *all: "")
-    cache.put({fused_name("matmul_reduce_scatter", "b", on, product): pushes[0].to_json()})
-    for why, found in (("", pushes[0]), ("they are apart", Choice("vendor", "NT"))):
-        on._unreachable = why
-        tuner = Tuner("cached", cache=cache, comm=FusedCommunicator(0, 1))
-        assert tuner.choose_fused("matmul_reduce_scatter", product, cuda, on=on) == found
+    cache.put({fused_name("matmul_reduce_scatter", "b", on, product, push=True): pushes[0].to_json()})
+    apart = FusedCommunicator(0, 2)
+    on._unreachable, apart._unreachable = "", "they are apart"
+    tuner = Tuner("cached", cache=cache, comm=FusedCommunicator(0, 1))
+    for line, found in ((on, pushes[0]), (apart, Choice("vendor", "NT")), (on, pushes[0])):  # two axes of one grid
+        assert tuner.choose_fused("matmul_reduce_scatter", product, cuda, on=line) == found
 
 
 def test_a_fused_candidate_that_fails_is_left_out(cache, monkeypatch):
-    """It raises, or a kernel in it has reported; ranks then push into another room. The others are timed."""
+    """It raises, or a kernel in it has reported. The others are timed, and what is no push leaves the room alone."""
     comm, real = SimulatedCommunicator(4, 1e15, CPU), tuner_module.run_fused
     comm.rooms.append(SimpleNamespace(workspaces=Workspaces()))
 
@@ -488,13 +489,32 @@ def test_a_fused_candidate_that_fails_is_left_out(cache, monkeypatch):
     silent = told.pop("NT vendor split/8")
     assert silent.startswith("SignalTimeout: a sum: rank 0 of 4 waited ") and "for chunk 2 of epoch 3" in silent
     assert told.pop("NT vendor split/4") == "RuntimeError: out of memory" and set(told) == {"windows"}
-    assert not comm.rooms
+    assert len(comm.rooms) == 1
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_after_a_push_that_fails_the_next_has_another_room(cache, monkeypatch, captured):
+    """One that a captured graph writes to stays, and still reports."""
+    comm, push = FusedCommunicator(0, 1), Choice("triton", "NT", strategy="push")
+    room = SimpleNamespace(workspaces=Workspaces(), epoch=SimpleNamespace(captured=captured))
+    comm.rooms.append(room)
+
+    def run(choice, operands):
+        if choice is push:
+            raise RuntimeError("out of memory")
+        return operands[0] @ operands[1].T
+
+    monkeypatch.setattr(Tuner, "_kernel_complaint", lambda *all: "")
+    product = Product("NT", 8, 8, 8, torch.float32)
+    Tuner("first-step", cache=cache)._measure("a sum", product, CPU, [Choice("vendor", "NT"), push], run, comm)
+    assert not comm.rooms and comm.captured_rooms == [room] * captured
 
 
 def test_a_choice_among_caps_is_a_miss_without_them_and_the_reverse(tmp_path):
     """Both kinds of communicator read one file; each takes what was chosen for its own kind."""
     product, operation = Product("NT", 64, 64, 64, torch.float32), "matmul_all_reduce"
     plain, capping = FusedCommunicator(0, 2), type("Capping", (FusedCommunicator,), {"caps": (4, 8)})(0, 2)
+    plain._unreachable = capping._unreachable = "they are apart"
     kept = Choice("vendor", "NT", strategy="split", chunks=2)
     for written in (plain, capping):
         cache = Cache("a device", VERSIONS, tmp_path / type(written).__name__)
