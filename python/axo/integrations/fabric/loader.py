@@ -204,7 +204,7 @@ class EachOnce:
 
     def stands_in(self, number: int) -> bool:
         """Whether this rank's batch of that number has nothing of its own."""
-        return self.stand_ins and self.sizes()[number] <= self.rank
+        return self.stand_ins and len(self.sampler) - number * self.batch_size * self.num_replicas <= self.rank
 
 
 def with_batches(loader: Any, batches: Any) -> Any:
