@@ -317,7 +317,12 @@ void Leader::serve(const Meeting& meeting, int segment, bool pages, const Watch&
     members_.erase(std::remove_if(members_.begin(), members_.end(), [](const Member& m) { return !m.socket; }),
                    members_.end());
     if (ready == size - 1) break;
-    watch();
+    try {
+      watch();
+    } catch (const Failure& heard) {  // that a member's time is over may come this way before the member's own message
+      if (heard.kind != FailureKind::timeout) throw;
+      throw Failure{FailureKind::timeout, -1, heard.text + missing(size)};
+    }
     if (meeting.late()) throw Failure{FailureKind::timeout, -1, "rank 0 timed out" + missing(size)};
     std::vector<pollfd> polls{{listener_.get(), POLLIN, 0}};
     for (const auto& m : members_) polls.push_back({m.socket.get(), POLLIN, 0});
