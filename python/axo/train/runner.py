@@ -26,6 +26,7 @@ from axo import checkpoint
 from axo.checkpoint.folder import check_place, name_of, number_of, step_of
 from axo.checkpoint.ranks import agree, checkpoint_group, pending, share
 from axo.comm.extension import _C
+from axo.comm.rendezvous import admit_nobody_else
 from axo.errors import CheckpointError
 from axo.grid import check_ranks
 from axo.launch import Interrupted, Rank, RankFailed, Termination, launch_local, set_threads
@@ -147,6 +148,8 @@ def train_rank(
         # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
         ways = {"pipeline": config.pipeline, "context": config.context, "experts": config.experts}
         with axo.connect(config.grid, device=config.device, timeout=config.timeout, **ways) as comms:
+            if comms.device.type == "cpu":
+                admit_nobody_else()
             agree(checkpoint_group(comms), problem)
             if copies is not None:
                 copies.mark("agree")
