@@ -311,6 +311,10 @@ class AxoStrategy(DDPStrategy):
         vote = torch.tensor([int(decision)], dtype=torch.int64, device=self.comms.device)
         return bool(self.comms.everyone.all_reduce(vote, "min" if all else "max").item())
 
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank ``src``'s object, on every rank; no pickle, so not of any class (``axo.comm.values``)."""
+        return obj if self.comms is None else data_ranks.broadcast(obj, self.comms, src)
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.comms is not None:
             self.comms.everyone.barrier()
@@ -563,15 +567,9 @@ def _gather_unless_training(head: Any, inputs: Any) -> None:
 
 def _agreeing(scaler: torch.amp.GradScaler, comms: Communicators) -> axo.GradScaler:
     """A gradient scaler of the same settings that skips a step on all ranks or on none."""
-    return axo.GradScaler(
-        scaler._device,
-        init_scale=scaler._init_scale,
-        growth_factor=scaler._growth_factor,
-        backoff_factor=scaler._backoff_factor,
-        growth_interval=scaler._growth_interval,
-        enabled=scaler.is_enabled(),
-        comms=comms,
-    )
+    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+    settings: dict[str, Any] = {name: getattr(scaler, f"_{name}") for name in names}
+    return axo.GradScaler(scaler._device, enabled=scaler.is_enabled(), comms=comms, **settings)
 
 
 def register(make: Callable[[], AxoStrategy]) -> None:
