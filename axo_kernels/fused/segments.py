@@ -110,7 +110,7 @@ class SegmentedProduct:
         block, across = (config.block_n, config.block_m) if along_n else (config.block_m, config.block_n)
         tiles = tile_table(workspace.order, block, -(-(product.m if along_n else product.n) // across))
         table, width = workspace.table(tiles)
-        units = target.units if owners is not None else programs_left(self.comm, a.device, workspace)
+        units = target.units if owners is not None else programs_left(self.comm, a.device)
         kernels.segment_matmul_kernel[(max(1, min(tiles.total, units)),)](
             *(operand_descriptors(left, right, config) if descriptors else (left, right)),
             out, out if self.bias is None else self.bias.resolve_neg().contiguous(), product.m, product.n, product.k,
@@ -134,7 +134,7 @@ def alignment(order: ChunkOrder) -> int:
     return math.gcd(16, *(number for three in borders for number in three))
 
 
-def programs_left(comm: FusedCommunicator, device: torch.device, workspace: Workspace | None = None) -> int:
+def programs_left(comm: FusedCommunicator, device: torch.device) -> int:
     """Programs of a kernel that waits or signals: all resident at once, beside the communication's thread blocks.
 
     One a multiprocessor, whatever the tile: more would also be put on those that are left to the communication, whose
@@ -144,11 +144,10 @@ def programs_left(comm: FusedCommunicator, device: torch.device, workspace: Work
         ValueError: Nothing is left. A kernel on all of the device would wait for a collective that cannot start.
     """
     units = devices.target_of(device).units
-    reserved = comm.reserved_units + (comm.flag_units(workspace) if workspace is not None else 0)
-    left = units - (reserved if device.type == "cuda" else 0)
+    left = units - (comm.reserved_units if device.type == "cuda" else 0)
     if left < 1:
         raise ValueError(
-            f"fused product: a kernel that waits leaves {reserved} multiprocessors to the communication, "
+            f"fused product: a kernel that waits leaves {comm.reserved_units} multiprocessors to the communication, "
             f"and {device} has {units}; use strategy='split'"
         )
     return left

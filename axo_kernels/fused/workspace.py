@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -199,6 +199,14 @@ class Workspaces:
 
     def all(self) -> Iterator[Workspace]:
         return iter(self._all.values())
+
+    def keys(self) -> set[Any]:
+        """What there is, for :meth:`keep`."""
+        return set(self._all)
+
+    def keep(self, keys: Collection[Any]) -> None:
+        """Forget all others."""
+        self._all = {key: workspace for key, workspace in self._all.items() if key in keys}
 
 
 class PeerRoom:
