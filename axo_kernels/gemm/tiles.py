@@ -445,6 +445,8 @@ HOPPER = tuple(
 # The one of them that a plain product takes where nobody has tuned. None until a GPU has trusted it: the results of a
 # run of bench.kernels there, whose verdict on the kernel for Hopper is True, are committed with HOPPER[0] here.
 HOPPER_DEFAULT: Config | None = None
+# Whether the tuner also tries that kernel where a product meets a stream at flags: not until a GPU has trusted it.
+HOPPER_FLAGS = False
 
 
 def hopper_default(
@@ -485,7 +487,11 @@ def fused_candidates(target: Target, product: Product, descriptors: bool) -> lis
             config = replace(default, block_m=block_m, block_n=block_n, warps=warps)
             if config.fits(target, product.dtype):
                 estimates[config] = estimate(config, product, target)
-    return sorted(estimates, key=lambda config: -estimates[config])
+    grouped = HOPPER if HOPPER_FLAGS and descriptors else ()
+    return [
+        *sorted(estimates, key=lambda config: -estimates[config]),
+        *(config for config in grouped if config.group_m == 8 and config.fits(target, product.dtype)),
+    ]
 
 
 def estimate(config: Config, product: Product, target: Target) -> float:
