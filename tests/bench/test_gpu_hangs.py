@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from axo_kernels.fused.strategies import FusedPlan
 from bench import device, gpu, kernels
 from bench.lib import attempts, card, fp8, log, numerics, table, verdicts
 from bench.lib.table import read_rows
@@ -201,7 +202,9 @@ def test_a_check_that_raises_leaves_the_others_their_turn(monkeypatch, dies):
     assert len(rows.rows) == len(rows.failed) == 12
 
     call = kernels.overlap._call
-    monkeypatch.setattr(kernels.overlap, "_call", lambda *given: raises if given[-2:] == ("split", 4) else call(*given))
+    monkeypatch.setattr(
+        kernels.overlap, "_call", lambda *given: raises if given[-1] == FusedPlan("split", 4) else call(*given)
+    )
     kernels.strategies(cpu, rows := table.Table(CHECKS), True)
     assert len(rows.failed) == 3 and len(rows.rows) == 3 * 7
     judged = kernels_with(
