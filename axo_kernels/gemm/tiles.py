@@ -79,9 +79,12 @@ TARGETS = {
 CPU_TARGET = Target("cpu", 4, 1 << 30)
 _GROUPS = ("", "pingpong", "shared")
 _NUMBERS = (  # of a configuration: field, least
-    *((name, 1) for name in ("block_m", "block_n", "block_k", "group_m", "warps", "stages", "parts", "split_k")),
-    *((name, 0) for name in ("waves_per_eu", "nonkdim")),
+    *((name, 1) for name in ("block_m", "block_n", "block_k", "group_m", "warps", "stages", "split_k")),
+    ("waves_per_eu", 0),
 )
+_CHOICES = {
+    "descriptors": (False, True), "flatten": (False, True), "groups": _GROUPS, "parts": (1, 2), "nonkdim": (0, 16, 32),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ class Config:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{owner}: config has {name}={value!r}; use a whole number of at least {least}")
-        for name, allowed in (("descriptors", (False, True)), ("flatten", (False, True)), ("groups", _GROUPS)):
+        for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if type(value) is not type(allowed[0]) or value not in allowed:
                 raise ValueError(f"{owner}: config has {name}={value!r}; use one of {', '.join(map(repr, allowed))}")

@@ -5,8 +5,8 @@
     model = axo.parallelize(model, comms, plan="litgpt")
 
 Names load on first use, so that planning (``axo.perf``, ``axo.Grid``) works where neither torch nor the compiled
-extension is installed. One thing happens at import: torch.distributed learns of the backend ``axo``, at once when torch
-is loaded already, else when it loads (see ``axo.comm.c10d``).
+extension is installed. One thing happens at import: torch.distributed learns of the backend ``axo``, where it is loaded
+already or would not ask for it by itself (see ``axo.comm.c10d``).
 """
 
 from __future__ import annotations

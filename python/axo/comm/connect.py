@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from axo.arrangement import AXONN, Arrangement
-from axo.comm.c10d import BackendOptions
+from axo.comm.c10d import BackendOptions, register
 from axo.comm.communicator import Communicator, tell_of
 from axo.comm.device import DeviceOptions
 from axo.comm.device_choice import resolve_device
@@ -45,6 +45,7 @@ _DEFAULT_TIMEOUT_S = 600.0
 _MEETING_TIMEOUT_S = 60.0
 _LONGEST_S = 1e9
 _MEETING = "axo/connect"  # where the ranks meet in the store
+register()  # torch need not look for the entry point, which an Axo that is on the path alone has not
 
 
 class Attached(Protocol):
