@@ -191,7 +191,7 @@ def circle():
         (open, "builtin_function_or_method"),
         (Free, "builtins:type"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-",  # of an object it would be an address
 )
 def test_what_cannot_be_sent_is_named(value, message):
     with pytest.raises(TypeError) as error:
