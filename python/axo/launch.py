@@ -15,6 +15,7 @@ torchrun nothing is launched: the process is a rank already, and the store is wh
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -377,6 +378,19 @@ def own_folder(place: str | None = None) -> Iterator[str]:
                 return
             finally:
                 os.close(lock)
+
+
+def meet_in_a_file(environment: Any, hosts: int) -> None:
+    """Let the ranks that this process is to start meet in a file of its own, as those of ``axo.launch`` do.
+
+    Args:
+        environment: Lightning's, which says who starts the ranks, and their MASTER_PORT.
+        hosts: On how many of them. Ranks of several, or of another launcher, meet where that one says.
+    """
+    if hosts == 1 and not environment.creates_processes_externally:
+        kept = contextlib.ExitStack()
+        atexit.register(kept.close)
+        os.environ[STORE] = f"{environment.main_port} {Path(kept.enter_context(own_folder()), 'store')}"
 
 
 def _remove_left_over(place: str) -> None:

@@ -25,6 +25,8 @@ import axo
 from axo import checkpoint
 from axo.checkpoint.folder import check_place, name_of, number_of, step_of
 from axo.checkpoint.ranks import agree, checkpoint_group, pending, share
+from axo.comm.extension import _C
+from axo.comm.rendezvous import admit_nobody_else
 from axo.errors import CheckpointError
 from axo.grid import check_ranks
 from axo.launch import Interrupted, Rank, RankFailed, Termination, launch_local, set_threads
@@ -37,6 +39,7 @@ from axo.train.elastic import StateCopies
 from axo.train.log import Display, TrainLog, draw
 from axo.train.loop import Step, Trainer
 from axo.train.serial import Parity, compare, train_serial
+from axo.train.slow import words
 
 TAIL = 10  # steps whose mean loss is a run's result
 WARM_STEPS = 3  # before the one that is traced
@@ -145,6 +148,8 @@ def train_rank(
         # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
         ways = {"pipeline": config.pipeline, "context": config.context, "experts": config.experts}
         with axo.connect(config.grid, device=config.device, timeout=config.timeout, **ways) as comms:
+            if comms.device.type == "cpu":
+                admit_nobody_else()
             agree(checkpoint_group(comms), problem)
             if copies is not None:
                 copies.mark("agree")
@@ -168,12 +173,13 @@ def _train(
     trainer, termination = Trainer(config, comms, batches), Termination() if config.saves else None
     checkpoints = Checkpoints(config, trainer, folder, termination, copies)
     start, losses = checkpoints.resume()
+    hosts = share(checkpoint_group(comms), _C.host_name())
     log, display = None, None
     if comms.everyone.rank == 0:
         if config.resume is not None:
             told = f"{checkpoints.origin}, after step {start}{checkpoints.changed}" if checkpoints.origin else ""
             print(f"axo train: goes on in {config.out} from {told or 'the start: no checkpoint there'}")
-        log = TrainLog(config, trainer.model.config, batches.tokens, comms.world.transport, start)
+        log = TrainLog(config, trainer.model.config, batches.tokens, comms.world.transport, hosts, start)
         display = Display(f"axo {config.shown}", config.steps)
     traced = min(start + WARM_STEPS, config.steps - 1) if config.trace is not None else -1
     began, stopped = time.perf_counter(), ""
@@ -182,6 +188,8 @@ def _train(
             step = trainer.step(index) if index != traced else _traced_step(trainer, index)
             losses.append(step.loss)
             ends = index + 1 == config.steps
+            if log and display and (slow := log.watch(step)):
+                display.console.print(f"axo train: {words(slow)}", highlight=False, soft_wrap=True, markup=False)
             if log and display and (ends or (index + 1) % config.log_every == 0):
                 display.show(index + 1, log.step(step))
             if log and copies and copies.noticed and index == start:

@@ -26,8 +26,6 @@ lower tier (``axo.Offload``); an AdamW that Fabric sets up becomes one whose sta
 then a data rank, its Gx*Gy ranks together, is what Fabric calls a device; whatever reduces or gathers for the user
 counts each data rank once, while agreements and barriers are of all ranks.
 
-Programs that take a strategy by name only get one through :func:`register`.
-
 Not here: FSDP's and DDP's options, models that the plan does not know (refused by name).
 """
 
@@ -69,6 +67,7 @@ from axo.integrations.fabric.materialize import holds_meta, materialize
 from axo.integrations.fabric.recorded_init import RecordedInit
 from axo.integrations.fabric.stages import StagedLogits, StageRunner, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
+from axo.launch import meet_in_a_file
 from axo.nn.context import check_kind
 from axo.nn.layer import is_parallel, refuse_context
 from axo.optim.checks import check_update
@@ -254,6 +253,10 @@ class AxoStrategy(DDPStrategy):
         self.parallel_devices = given
 
     # --- launch -------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        meet_in_a_file(self.cluster_environment, self._num_nodes)
+        super()._configure_launcher()
 
     def _setup_distributed(self) -> None:
         if self.comms is not None:
