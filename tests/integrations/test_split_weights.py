@@ -248,11 +248,17 @@ def save_alone(grid, what, folder):
     accelerator = on_grid(Accelerator(cpu=True), grid)
     model = accelerator.prepare(model_of())
     if accelerator.is_main_process:
-        model.state_dict() if what == "model.state_dict()" else accelerator.save_state(folder / "state")
+        {
+            "model.state_dict()": model.state_dict,
+            "layer.full_weight()": model.model.layers[0].self_attn.q_proj.full_weight,
+            "accelerator.save_state()": lambda: accelerator.save_state(folder / "state"),
+        }[what]()
     accelerator.wait_for_everyone()
 
 
-@pytest.mark.parametrize("what", ["model.state_dict()", "accelerator.save_state()", "fabric.save()"])
+@pytest.mark.parametrize(
+    "what", ["model.state_dict()", "layer.full_weight()", "accelerator.save_state()", "fabric.save()"]
+)
 @pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1"])
 def test_a_save_of_rank_0_alone_is_an_error_on_all_ranks(grid, what, tmp_path):
     """Without waiting for a time limit, which is 30 minutes."""
