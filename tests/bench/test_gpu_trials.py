@@ -102,6 +102,26 @@ def test_a_tile_that_hangs_at_flags_still_multiplies(monkeypatch, one):
     assert not kernels.right_at_flags([]) and not kernels.right_at_flags([*rows, rows[0] | {"error": 1.0}])
 
 
+def test_what_meets_a_stream_is_walked_through(monkeypatch, capsys):
+    """On a CPU, whose flags are the host's, at toy sizes: each tile in turn, one that is left out, one that raises."""
+    monkeypatch.setattr(kernels, "MEETING_SIZES", (64, 128, 32))
+    call, names = kernels.overlap._call, [config.name for config in kernels.HOPPER]
+
+    def fails(operation, *given):
+        config = given[-1].config
+        return call(operation, *given) if config is None or config.name != names[2] else 1 / 0
+
+    monkeypatch.setattr(kernels.overlap, "_call", fails)
+    for layout, operations in (("NT", ("matmul_all_reduce", "all_gather_matmul")), ("TN", ("matmul_reduce_scatter",))):
+        kernels.met(torch.device("cpu"), kernels._Printed(), layout, {names[1] + kernels.AT_FLAGS, names[3]})
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        checks = {row["check"]: row["error"] < row["limit"] for row in rows if "check" in row}
+        told = {f"{operation} signal/4 {name}": True for operation in operations for name in names[:1] + names[4:]}
+        told |= {f"{each} signal/4 {names[2]}: ZeroDivisionError: division by zero": False for each in operations}
+        assert checks == told and sum("begins" in row for row in rows) == len(rows) / 2
+        assert {row["tile"] for row in rows if "tile" in row} <= {name + kernels.AT_FLAGS for name in names}
+
+
 def one_file(one):
     return Path(one._file.name)
 

@@ -18,6 +18,7 @@ from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import Choice, from_json
 from axo_kernels.tune.timing import Timing
 from axo_kernels.tune.trust import shape_class
+from bench.lib import launches
 from bench.tools.assembly import grouped_complaints, loop_bodies, meeting_complaints
 
 from .ring_model import Ring, explore
@@ -238,6 +239,11 @@ def test_where_it_meets_a_stream_it_is_launched_with_whole_tiles_alone(monkeypat
     assert kind == "shared" and not meeting["WAIT"] and not meeting["ALONG_N"]
     assert launch("all_gather", 512, 4)[0] == "others", "chunks of 128 columns, tiles of 256"
     assert launch("all_reduce", 512, 3)[0] == "others"
+
+    (m, n, _), chunks = launches.MEETING_SIZES, launches.MEETING_CHUNKS
+    for kind, rows in (("all_reduce", m), ("reduce_scatter", m), ("all_gather", n // 4)):
+        order = chunk_order(kind, rows, chunks, 0, 4, 128)
+        assert all(segments.whole_tiles(order, config, kind == "all_gather") for config in HOPPER), "what a GPU tries"
 
     monkeypatch.setattr(choice_module.devices, "runs_triton", lambda device: True)
     product, cuda = Product("NT", 4096, 4096, 4096, torch.bfloat16), torch.device("cuda", 0)
