@@ -55,6 +55,7 @@ from torch.optim import Optimizer
 import axo
 from axo.arrangement import arrangement_of
 from axo.check import one_of, whole_number
+from axo.comm.agree import all_call
 from axo.comm.connect import Communicators
 from axo.comm.rendezvous import launchers_store, store_of_this_start
 from axo.errors import Refused
@@ -477,6 +478,7 @@ class AxoStrategy(DDPStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Whole tensors on rank 0, nothing elsewhere. Every rank must call it."""
+        all_call(self.comms, "fabric.save() or trainer.save_checkpoint()")
         keep = whole_checkpoint.keep_all if self.is_global_zero else None
         return whole_checkpoint.module_state(module, keep, stages=self._stages)
 
@@ -505,6 +507,7 @@ class AxoStrategy(DDPStrategy):
         if storage_options is not None or not whole_checkpoint.is_file_of_torch(path, self.checkpoint_io):
             super().save_checkpoint(path, state, storage_options, filter)  # which gathers by the two functions above
             return
+        all_call(self.comms, "fabric.save()")
         whole_checkpoint.save(path, state, filter or {}, writes=self.is_global_zero, stages=self._stages)
 
     def load_checkpoint(
