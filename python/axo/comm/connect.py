@@ -454,10 +454,11 @@ def connect(
         wrong, seconds, meeting = error, _DEFAULT_TIMEOUT_S, _MEETING_TIMEOUT_S
     if alone_here:
         return _connect_alone(own_grid, place, own_stages)
-    left = TimeLeft(min(seconds, meeting))
+    limit = min(seconds, meeting)
+    left = TimeLeft(limit)
     if launched is not None:
         rank, world_size = launched.rank, launched.world_size
-        store = launchers_store(rank, world_size, left())
+        store = launchers_store(rank, world_size, limit)
     else:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         store = dist.distributed_c10d._get_default_store()
