@@ -173,7 +173,7 @@ class _HuggingFace:
     def _begin(self, model: Any, args: Any, named: dict[str, Any]) -> Any:
         named = {**dict(zip(self._names, args, strict=False)), **named}
         tokens = next(named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None)
-        pieces = pieces_of(tokens, self._comms.context, self._kind)
+        pieces = pieces_of(tokens, self._comms.context, self._kind, named.pop("context_cut", None))
         self._check(named, pieces)
         positions = named.get("position_ids")
         if positions is None:
