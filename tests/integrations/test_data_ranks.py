@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import axo
+from axo.integrations import data_ranks
 from tests.integrations.support import ELASTIC, distance
 from tests.launcher import run_ranks
 
@@ -523,3 +524,20 @@ def draw_in_workers(grid, out):
 def test_workers_of_peers_draw_the_same_numbers(tmp_path):
     one, other = run_ranks(draw_in_workers, 2, "2x1x1x1", tmp_path, preload=TRANSFORMERS)
     assert torch.equal(one, other) and (one == 1).any()
+
+
+def counted_in_a_context() -> None:
+    comms = axo.connect("1x1x4x1", context=2)
+    mine = torch.tensor([comms.rank, 1], dtype=torch.float64, requires_grad=True)
+    parts = data_ranks.gather(mine, comms)
+    assert parts.tolist() == [[0, 1], [2, 1]]  # of the first rank of each context
+    parts.sum().backward()
+    assert mine.grad is not None
+    assert mine.grad.tolist() == ([2, 2] if comms.context.rank == 0 else [0, 0])
+    results = [data_ranks.reduce(mine, comms, op).tolist() for op in ("sum", "mean", "max")]
+    assert results == [[3, 2], [1.5, 1], [3, 1]]
+    assert data_ranks.reduce(torch.tensor(5), comms).item() == 10
+
+
+def test_ranks_that_share_sequences_count_once() -> None:
+    run_ranks(counted_in_a_context, 4)

@@ -3,6 +3,8 @@
 Lightning, torchmetrics and accelerate take each rank for one with rows of its own. docs/litgpt.md has the table of who
 asks for which number, and what it must be; here is what several of them need.
 
+The ranks of a context, which hold pieces of the same sequences, are one data rank here too.
+
 Not here: ranks as such. Barriers, agreements and files are of all ranks, as the frameworks have them.
 """
 
@@ -26,9 +28,10 @@ from axo.placement import placement_of
 
 
 def gather(tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:
-    """``(data_ranks, *tensor.shape)``: one part of each data rank, in their order. Every rank must call it.
+    """``(row_parts, *tensor.shape)``: one part of each data rank, in their order. Every rank must call it.
 
-    In backward each part gets the sum of what the data ranks computed for it, as in torch's ``all_gather``.
+    In backward each part gets the sum of what the data ranks computed for it, as in torch's ``all_gather``. The part of
+    a context is its first rank's.
     """
     result: torch.Tensor = _Gather.apply(tensor, comms)  # type: ignore[no-untyped-call]
     return result
@@ -41,19 +44,27 @@ class _Gather(torch.autograd.Function):
         parts = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(1, -1)
         for axis in reversed(comms.arrangement.rows):
             parts = comms.axis(axis).all_gather(parts)
-        return parts.view(comms.data_ranks, *tensor.shape)
+        return parts.view(comms.row_parts, -1, *tensor.shape)[:, 0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return reduce(grad, ctx.comms)[ctx.comms.data_rank], None
+        mine = reduce(grad, ctx.comms)[ctx.comms.row_part]
+        return mine * (ctx.comms.context.rank == 0), None
 
 
 def reduce(tensor: torch.Tensor, comms: Communicators, op: str = "sum") -> torch.Tensor:
-    """A new tensor: ``op`` ("mean" too) over the data ranks, each of which counts once. Every rank must call it."""
+    """A new tensor: ``op`` ("mean" too) over the data ranks, each of which counts once. Every rank must call it.
+
+    The ranks of a context count together once: as their mean.
+    """
     result = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     for axis in reversed(comms.arrangement.rows):
         result = comms.axis(axis).all_reduce(result, "sum" if op == "mean" else op)
-    return (result / comms.data_ranks if op == "mean" else result).view(tensor.shape)
+    if op == "mean":
+        result = result / comms.data_ranks
+    elif op == "sum" and comms.context.size > 1:
+        result = result.div(comms.context.size, rounding_mode=None if result.is_floating_point() else "floor")
+    return result.view(tensor.shape)
 
 
 def broadcast(value: Any, comms: Communicators, root: int) -> Any:

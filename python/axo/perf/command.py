@@ -78,7 +78,8 @@ def command_line(plan: GridPlan, candidate: Candidate) -> str:
         "--grid": candidate.grid, "--device": "cuda", "--data": "DATA", "--steps": steps_of(plan),
         "--batch-size": batch_of(plan, candidate), "--seq-len": model.seq_length, **_parallel(candidate),
         "--accumulate": pieces, "--recompute": run.recompute != "none", **_saves_memory(run), "--zero": run.zero,
-        "--chunked-loss": run.chunked_loss, **_context(run),
+        "--no-chunked-loss": candidate.algorithm == "axonn" and not (run.chunked_loss or run.sequence_parallel),
+        **_context(run),
         "--precision": asked.precision if asked.precision != "bf16-mixed" else "",
         "--gather-cache": gather_cache(model, run.cached_gathers), **options,
     }  # fmt: skip
@@ -95,7 +96,6 @@ def litgpt_line(plan: GridPlan, candidate: Candidate) -> str:
         f"ZeRO-{run.zero}": run.zero,
         "sequence parallelism": run.sequence_parallel,
         "groups of Muon": run.optimizer == "muon",
-        "loss in chunks": run.chunked_loss,
         "context in stages": run.context > 1 and candidate.stages is not None,
         "dropped weights": grid.z > 1 and run.cached_gathers < 1,
         "a length beyond the model's": _longer(model),

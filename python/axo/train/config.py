@@ -107,9 +107,10 @@ class TrainConfig:
     beta1: float = _option(0.9, OPTIMIZER, "AdamW's first; Muon's momentum is 0.95.", BELOW_1)
     beta2: float = _option(0.95, OPTIMIZER, "AdamW's second.", BELOW_1)
     clip: float = _option(1.0, OPTIMIZER, "Largest gradient norm; 0: off.", FINITE)
-    chunked_loss: bool = _option(
-        False, OPTIMIZER, "Loss and gradient of the head in chunks of rows: logits never exist whole."
-    )
+    chunked_loss: bool | None = _option(
+        None, OPTIMIZER, "Loss and gradient of the head in chunks of rows: logits never exist whole. Default: on, but"
+        " for tesseract, summa, --sequence-parallel and 16-mixed.", name="chunked-loss/--no-chunked-loss",
+    )  # fmt: skip
     goldfish_k: int = _option(0, OPTIMIZER, "Goldfish loss: leave one of K tokens out; 0: off.", AT_LEAST_0)
     goldfish_h: int = _option(13, OPTIMIZER, "Goldfish loss: tokens before one that decide.", AT_LEAST_1)
     seed: int = _option(0, OPTIMIZER, "Of initial weights and data order.", Bounds("in [0, 2**63)", 0, 2**63 - 1))
@@ -153,6 +154,12 @@ class TrainConfig:
         return self.grid.world_size * self.pipeline
 
     @property
+    def chunks_loss(self) -> bool:
+        """Whether logits never exist whole: ``chunked_loss``, or where nothing is said wherever it can be."""
+        could = self.algorithm == "axonn" and not self.sequence_parallel and self.precision != "16-mixed"
+        return could if self.chunked_loss is None else self.chunked_loss
+
+    @property
     def saves(self) -> bool:
         """Whether the run saves checkpoints, and so also on SIGTERM and Ctrl-C."""
         return self.save_every > 0
@@ -169,4 +176,8 @@ class TrainConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the options as plain values, for the header of a log."""
-        return asdict(self) | {"grid": str(self.grid), "data": list(self.data), "min_lr": self.last_lr}
+        return (
+            asdict(self)
+            | {"grid": str(self.grid), "data": list(self.data), "min_lr": self.last_lr}
+            | {"chunked_loss": self.chunks_loss}
+        )

@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from litgpt.model import GPT
@@ -31,6 +33,7 @@ from axo import pipeline
 from axo.comm.memory import most_held
 from axo.grid import AXES
 from axo.nn.experts import busiest, spread_experts
+from axo.nn.linear_loss import without_head
 from axo.perf import cut
 from axo.placement import context_ranges
 from axo.sharding import cut_sequence
@@ -87,6 +90,7 @@ class Trainer:
         self.loss = axo.nn.CrossEntropyLoss(
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
+        self._softcap = self.model.config.final_logit_softcapping
         self._spread = spread_experts(self.model)
         self.stages: list[pipeline.Stage] = []
         self._schedule = self._build_schedule(self._modules) if self._modules else None
@@ -164,7 +168,7 @@ class Trainer:
             if self._schedule is not None:
                 self._schedule.step(piece_in, target=piece_out)
                 continue
-            with self._forward_context():
+            with self._forward_context(piece_out):
                 outputs = self.model(piece_in)
             loss = self._loss_of(outputs, piece_out)
             del outputs  # backward lets logits go as soon as the head is done, if nobody else holds them
@@ -172,18 +176,23 @@ class Trainer:
         return self._total, tokens
 
     @contextmanager
-    def _forward_context(self) -> Iterator[None]:
-        chunked = self.config.chunked_loss
-        with recipe.autocast(self.config), recipe.without_head(self.model, self._modules) if chunked else nullcontext():
+    def _forward_context(self, targets: torch.Tensor | None = None) -> Iterator[None]:
+        """Of a forward pass. In chunks a model without stages gives the loss: so the head is gathered with the rest."""
+        loss = None if targets is None else partial(self._loss_of_head, targets)
+        head = without_head(self.model, *self._modules, loss=loss) if self.config.chunks_loss else nullcontext()
+        with recipe.autocast(self.config), head:
             yield
 
+    def _loss_of_head(self, targets: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        head: Any = self.model.lm_head
+        return axo.nn.linear_cross_entropy(rows, head, targets, reduction="sum", softcap=self._softcap)
+
     def _loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """What backward begins with: (rows, seq_len, V/Gx), of ``chunked_loss`` (rows, seq_len, h/Gy), and targets
-        (rows, seq_len) -> a scalar."""
-        if self.config.chunked_loss:
-            cap = self.model.config.final_logit_softcapping
+        """What backward begins with: logits (rows, seq_len, V/Gx), in chunks what the head takes (rows, seq_len, h/Gy)
+        or the loss, and targets (rows, seq_len) -> a scalar."""
+        if self.config.chunks_loss:
             with recipe.autocast(self.config):
-                loss = axo.nn.linear_cross_entropy(outputs, self.model.lm_head, targets, reduction="sum", softcap=cap)
+                loss = self._loss_of_head(targets, outputs) if outputs.dim() else outputs
         else:
             loss = self.loss(outputs.flatten(0, 1), targets.flatten())
         self._total += loss.detach().double()

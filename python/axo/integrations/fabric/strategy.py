@@ -361,9 +361,9 @@ class AxoStrategy(DDPStrategy):
         if self.vocab_loss:
             head: Any = module.get_submodule("lm_head")
             self._columns = head.out_features
-            head.register_forward_pre_hook(_gather_unless_training)  # whoever evaluates or generates wants whole logits
+            module.register_forward_pre_hook(partial(_gather_unless_training, head))
         if self.pipeline > 1:
-            context = self.precision.forward_context
+            context = self._forward_context
             self._stages = StageRunner(module, self.comms, self.schedule, self.cuts, self.microbatches, context)
         if originals:
             materialize(module, originals, self.comms, self._recorded)
@@ -457,6 +457,9 @@ class AxoStrategy(DDPStrategy):
         for part, wanted in zip(parts, targets.split([part.shape[1] for part in parts], 1), strict=True):
             total = total + self._summed(part, wanted, ignore_index)
         return total / (targets != ignore_index).sum().clamp(min=1)
+
+    def _forward_context(self) -> AbstractContextManager[Any]:  # of a stage's micro-batch
+        return self.precision.forward_context()
 
     def _summed(self, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
         logits = self.precision.convert_output(logits)
@@ -567,8 +570,8 @@ def _cut_tokens(comms: Communicators, module: nn.Module, inputs: Any) -> Any:
     return cut_sequence(inputs[0], comms), *inputs[1:]
 
 
-def _gather_unless_training(head: Any, inputs: Any) -> None:
-    head.gather_output = not head.training
+def _gather_unless_training(head: Any, model: nn.Module, inputs: Any) -> None:
+    head.gather_output = not model.training  # whoever evaluates or generates wants whole logits
 
 
 def _agreeing(scaler: torch.amp.GradScaler, comms: Communicators) -> axo.GradScaler:
