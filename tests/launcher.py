@@ -327,8 +327,9 @@ class Zygote:
 
 _IMPORTED = (
     *("pytest", "torch", "torch.distributed.fsdp", "torch.utils.serialization.config", "axo.comm.connect"),
-    *("axo.parallelize", "litgpt.pretrain", "axo.integrations.fabric.strategy", "axo.integrations.litgpt.auto_grid"),
-    *("axo.integrations.litgpt.command", "axo.integrations.litgpt.patches", "axo.plans.auto.plan", "axo.train.runner"),
+    *("axo.parallelization", "litgpt.pretrain", "axo.integrations.fabric.strategy"),
+    *("axo.integrations.litgpt.auto_grid", "axo.integrations.litgpt.command", "axo.integrations.litgpt.patches"),
+    *("axo.plans.auto.plan", "axo.train.runner"),
     # What these would import when it is first needed, in each rank.
     *("torch.profiler._cupti_monitor", "torch._inductor.compiler_bisector", "torch.distributed.launcher", "pdb"),
     *("torch.distributed.elastic.rendezvous.static_tcp_rendezvous", "axo.integrations.litgpt.text_data"),

@@ -368,7 +368,7 @@ def test_nothing_is_left_behind():
 # Both say that the backend is known, whichever is imported first.
 PLAIN_PROGRAM = """
 import axo, sys, torch.distributed
-assert "axo" in torch.distributed.Backend.backend_list and "axo._C" not in sys.modules
+assert torch.distributed.is_backend_available("axo") and "axo._C" not in sys.modules
 comms = axo.connect("2x1x1x1")
 total = comms.x.all_reduce(torch.ones(1) + comms.rank)
 print(f"sum {total.item()}", flush=True)
@@ -406,7 +406,7 @@ def test_peers_and_torchrun_are_told_what_a_rank_raised(block, tmp_path):
         slow = 'import atexit, os, time; os.environ["RANK"] == "1" and atexit.register(time.sleep, 0.4)'
         lines = [slow, lines[0], 'with axo.connect("3x1x1x1") as comms:', *("    " + line for line in lines[2:])]
     else:
-        lines.insert(1, 'assert "axo" in torch.distributed.Backend.backend_list and "axo._C" not in sys.modules')
+        lines.insert(1, 'assert torch.distributed.is_backend_available("axo") and "axo._C" not in sys.modules')
     program.write_text("\n".join(lines))
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=3")
     prepare = fork_the_ranks_of_torchrun if block else None

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import socket
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -128,7 +129,7 @@ def replace_in_rank_1(where, action):
         setattr(place, name, action)
 
 
-def one_stalls(where, folder, first):
+def one_stalls(where, folder, first, short=5, long=8):
     """Rank 1 comes to no meeting after the first of connect; of the others the time of ``first`` ends first."""
 
     def stall(*_):
@@ -139,7 +140,7 @@ def one_stalls(where, folder, first):
     replace_in_rank_1(where, stall)
     start = time.monotonic()
     with pytest.raises(Timeout) as caught:
-        axo.connect("3x1x1x1", meeting_timeout=5 if os.environ["RANK"] == str(first) else 8)
+        axo.connect("3x1x1x1", meeting_timeout=short if os.environ["RANK"] == str(first) else long)
     seconds = time.monotonic() - start
     open(f"{folder}/{os.environ['RANK']}", "w").close()
     while len(os.listdir(folder)) < 2:  # a rank that gave up says so: nobody may find it out from its end
@@ -162,6 +163,19 @@ def test_the_meeting_timeout_bounds_every_meeting(where, first, tmp_path):
     if first == 2 and where == "core":
         # By the member's own message, or, where the leader looked there first, by the store: never "died".
         assert re.search(r"rank 2 (\(process \d+\) )?gave up: .*timed out; ", outcomes[0].value[0])
+
+
+def one_stalls_and_the_leader_sleeps(folder):
+    """As above; rank 0 is stopped while the time of rank 2 ends, and so reads the store before rank 2's message."""
+    if os.environ["RANK"] == "0":
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -STOP {os.getpid()}; sleep 3; kill -CONT {os.getpid()}"])
+    return one_stalls("core", folder, 2, 2.5, 20)
+
+
+def test_a_leader_that_slept_says_who_has_not_come(tmp_path):
+    outcomes = rank_outcomes(one_stalls_and_the_leader_sleeps, 3, str(tmp_path))
+    message, seconds = outcomes[0].value
+    assert "rank 2" in message and "not arrived: 1;" in message and seconds < 20, message
 
 
 def one_raises(where):

@@ -9,6 +9,7 @@ Not here: ranks as such. Barriers, agreements and files are of all ranks, as the
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.utils.data import DistributedSampler
 
+from axo.comm import values
 from axo.comm.connect import Communicators
 from axo.errors import Refused
 from axo.placement import placement_of
@@ -52,6 +54,17 @@ def reduce(tensor: torch.Tensor, comms: Communicators, op: str = "sum") -> torch
     for axis in reversed(comms.arrangement.rows):
         result = comms.axis(axis).all_reduce(result, "sum" if op == "mean" else op)
     return (result / comms.data_ranks if op == "mean" else result).view(tensor.shape)
+
+
+def broadcast(value: Any, comms: Communicators, root: int) -> Any:
+    """The ``root``'s value, on every rank of all. Every rank must call it.
+
+    Raises:
+        TypeError: It cannot be sent (``axo.comm.values``); on every rank.
+    """
+    everyone = comms.everyone
+    send = functools.partial(everyone.broadcast, root=root)
+    return values.broadcast(value, send, everyone.rank == root, comms.device)
 
 
 def whole_numel(parameters: Iterable[torch.Tensor]) -> int:

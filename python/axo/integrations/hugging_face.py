@@ -39,13 +39,14 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from accelerate import Accelerator, PartialState, scheduler
+from accelerate import Accelerator, PartialState, data_loader, scheduler
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, operations, recursively_apply
 from torch import nn
 
 import axo
+from axo.checkpoint.ranks import checkpoint_group, share
 from axo.comm.agree import all_call
 from axo.comm.connect import Communicators
 from axo.grid import Grid
@@ -114,12 +115,16 @@ def _count_data_ranks(comms: Communicators) -> None:
         return recursively_apply(one, tensor, error_on_other_type=True)
 
     def gather_object(parts: Any) -> list[Any]:
-        of_ranks: list[Any] = [None] * comms.grid.world_size
-        torch.distributed.all_gather_object(of_ranks, parts)
+        of_ranks = share(checkpoint_group(comms), parts)
         return [each for rank in data_ranks.leaders(comms) for each in of_ranks[rank]]
+
+    def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
+        objects[:] = data_ranks.broadcast(objects, comms, from_process)
+        return objects
 
     state: Any = PartialState()
     if comms.grid.world_size > 1:
+        data_loader.broadcast_object_list = broadcast_object_list  # by which a batch's shapes are told
         operations._gpu_gather, operations._gpu_gather_object = gather, gather_object
         inner = operations.reduce.__code__.co_freevars.index("function")
         operations.reduce.__closure__[inner].cell_contents = reduce  # programs have imported the function itself

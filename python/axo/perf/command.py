@@ -91,7 +91,7 @@ def litgpt_line(plan: GridPlan, candidate: Candidate) -> str:
     if candidate.time is None or not model.trained_as:
         return ""
     lacks = {
-        "recomputation": run.recompute != "none",
+        "recomputation (--no-checkpoint plans without)": run.recompute != "none",
         f"ZeRO-{run.zero}": run.zero,
         "sequence parallelism": run.sequence_parallel,
         "groups of Muon": run.optimizer == "muon",
@@ -113,7 +113,8 @@ def litgpt_line(plan: GridPlan, candidate: Candidate) -> str:
     train = {"global_batch_size": batch, "micro_batch_size": batch * run.context // (held.z * held.data) // pieces,
              "max_seq_length": model.seq_length, "max_tokens": steps_of(plan) * batch * model.seq_length}  # fmt: skip
     start = [*torchrun(plan), "litgpt", "pretrain", model.name if model.file else model.trained_as]
-    return shlex.join([*start, *_typed(options), *(f"--train.{name}={value}" for name, value in train.items())])
+    words = [*start, *_typed(options), *(f"--train.{name}={value}" for name, value in train.items())]
+    return f"LT_ACCELERATOR=cuda {shlex.join(words)}"  # LitGPT has no option for it, and Axo's default is the CPU
 
 
 def _longer(model: Workload) -> bool:

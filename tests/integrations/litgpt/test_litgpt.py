@@ -403,6 +403,7 @@ REFUSED = {
     " and torn/slimpajama/train is not",
     "pretrain pythia-14m --data TextFiles --data.train_data_pat .": "train_data_pat is no option of TextFiles; did you"
     " mean train_data_path?",
+    "pretrain pythia-14m --data LocalText --data.paths run.yaml": "--data.paths run.yaml is not a list, such as '[",
     "pretrain pythia-14m --data TextFiles --data.seed 3": "--data.train_data_path is missing; TextFiles wants it",
     "finetune_lora . --data litgpt.data.Alpaca2k --data.no 3": "use one of mask_prompt, val_split_fraction, prompt",
     "finetune_lora . --data JSON": "--data.json_path is missing; JSON wants it",
@@ -421,6 +422,7 @@ REFUSED = {
     "convert_from_litgpt sharded out": "sharded holds a sharded checkpoint; make it whole: axo consolidate sharded",
     "convert_pretrained_checkpoint --checkpoint_dir=sharded out": "sharded holds a sharded checkpoint; make it whole",
     "finetune_lora logs --grid 2x1x1x1": "checkpoint_dir logs holds no lit_model.pth; name a folder that litgpt down",
+    "finetune_lora trained --grid 2x1x1x1": "trained holds a checkpoint of a training; take the model out of it",
     "generate logs": "checkpoint_dir logs holds no lit_model.pth",
     "chat run.yaml": "checkpoint_dir run.yaml is not a checkpoint directory",
 }
@@ -463,6 +465,8 @@ def test_wrong_input_is_one_line_before_there_are_ranks(tmp_path):
     for name, content in records.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     (tmp_path / "torn.json").write_text("[{")
+    (tmp_path / "trained").mkdir()
+    torch.save({"model": {}, "step_count": 4}, tmp_path / "trained" / "lit_model.pth")
     (tmp_path / "sharded" / "lit_model.pth").mkdir(parents=True)
     (tmp_path / "sharded" / "lit_model.pth" / ".metadata").touch()
     (tmp_path / "lines.jsonl").write_text(

@@ -203,20 +203,20 @@ class AxoStrategy(DDPStrategy):
         return self.ranks // self._num_nodes
 
     @property
-    def data_ranks(self) -> int:
+    def row_parts(self) -> int:
         """Parts that batches are cut into: Gz * Gdata / context; with Tesseract Gx * Gz * Gdata."""
         return self.arrangement.row_parts(self.grid) // self.context
 
     @property
     def world_size(self) -> int:
-        return self.data_ranks if self.counts == "data" else self.ranks
+        return self.row_parts if self.counts == "data" else self.ranks
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
         if self.like_one_device:
             return None  # Fabric keeps the sampler
         coords = self.grid.coords(self.global_rank % self.grid.world_size)
-        return {"num_replicas": self.data_ranks, "rank": self.arrangement.row_part(self.grid, coords) // self.context}
+        return {"num_replicas": self.row_parts, "rank": self.arrangement.row_part(self.grid, coords) // self.context}
 
     def _set_world_ranks(self) -> None:
         """Called by Fabric once it knows devices, nodes and environment, before any process is started."""
@@ -242,7 +242,7 @@ class AxoStrategy(DDPStrategy):
                 f" num_nodes={self._num_nodes}"
             )
         given, wanted = self.parallel_devices or [torch.device("cpu")], self.num_processes
-        fitting = {1, wanted} | ({self.data_ranks} if self.counts == "data" else set())
+        fitting = {1, wanted} | ({self.row_parts} if self.counts == "data" else set())
         if len(given) not in fitting:
             raise ValueError(
                 f"AxoStrategy: devices={len(given)} does not fit grid {self._shown}; leave devices out (the grid says"
@@ -310,6 +310,10 @@ class AxoStrategy(DDPStrategy):
             return decision
         vote = torch.tensor([int(decision)], dtype=torch.int64, device=self.comms.device)
         return bool(self.comms.everyone.all_reduce(vote, "min" if all else "max").item())
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank ``src``'s object, on every rank; no pickle, so not of any class (``axo.comm.values``)."""
+        return obj if self.comms is None else data_ranks.broadcast(obj, self.comms, src)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.comms is not None:
@@ -563,15 +567,9 @@ def _gather_unless_training(head: Any, inputs: Any) -> None:
 
 def _agreeing(scaler: torch.amp.GradScaler, comms: Communicators) -> axo.GradScaler:
     """A gradient scaler of the same settings that skips a step on all ranks or on none."""
-    return axo.GradScaler(
-        scaler._device,
-        init_scale=scaler._init_scale,
-        growth_factor=scaler._growth_factor,
-        backoff_factor=scaler._backoff_factor,
-        growth_interval=scaler._growth_interval,
-        enabled=scaler.is_enabled(),
-        comms=comms,
-    )
+    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+    settings: dict[str, Any] = {name: getattr(scaler, f"_{name}") for name in names}
+    return axo.GradScaler(scaler._device, enabled=scaler.is_enabled(), comms=comms, **settings)
 
 
 def register(make: Callable[[], AxoStrategy]) -> None:

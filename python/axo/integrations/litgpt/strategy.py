@@ -93,12 +93,12 @@ class LitGPTStrategy(AxoStrategy):
             self.train.save_interval = 1  # the loop saves after this step, and before the next one it ends
 
     def _samples(self) -> int:
-        return self.train.micro_batch_size * self.data_ranks
+        return self.train.micro_batch_size * self.row_parts
 
     def _iterations(self, path: Any, state: dict[str, Any], then: int | None) -> int:
         done, each = int(state["iter_num"]), self._samples()
         if then is None:
-            if done == state["step_count"] * self.train.gradient_accumulation_iters(self.data_ranks):
+            if done == state["step_count"] * self.train.gradient_accumulation_iters(self.row_parts):
                 return done
             raise ValueError(
                 f"litgpt: {path} was saved after {done} iterations and {state['step_count']} steps and does not say how"
@@ -108,7 +108,7 @@ class LitGPTStrategy(AxoStrategy):
         if left:
             raise ValueError(
                 f"litgpt: {path} was saved after {done * then} samples, which are no whole number of iterations of"
-                f" {each} samples (micro_batch_size={self.train.micro_batch_size} on {self.data_ranks} data ranks);"
+                f" {each} samples (micro_batch_size={self.train.micro_batch_size} on {self.row_parts} data ranks);"
                 " change --train.micro_batch_size or the grid"
             )
         return iterations

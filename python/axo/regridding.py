@@ -40,7 +40,7 @@ from axo.nn.replicated import Replicated
 from axo.optim import step_hooks
 from axo.optim.checks import state_checks, watch_replaced
 from axo.overlap.model import engines
-from axo.parallelize import parallelize
+from axo.parallelization import parallelize
 from axo.placement import Placement, placement_of
 from axo.plans.serial import Serial
 
