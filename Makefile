@@ -32,7 +32,7 @@ wanted = $(V)/bin/python -c 'import functools, sys, tomllib; \
 # The first Python of at least 3.11, plain python3 before others.
 PYTHON := $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
-.PHONY: demo test check lint soak soak-runtime soak-python compile-defaults compile-matrix gpu docs bench build wheels aarch64 clean distclean prerequisites
+.PHONY: demo test check lint soak soak-runtime soak-python $(addprefix soak-,core kills memory threads device fuzz tables suite) compile-defaults compile-matrix gpu docs bench build wheels aarch64 clean distclean prerequisites
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -62,11 +62,32 @@ lint: $(V)/.built
 	$(V)/bin/clang-format --dry-run -Werror $(CORE) $(wildcard csrc/tests/*.cpp csrc/tests/*.h csrc/tests/*/*.cpp csrc/tests/*/*.h csrc/tests/*/*.inc)
 	$(V)/bin/mypy
 
-# Parts of it: ARGS="core kills" (see bench/soak.py) with soak-runtime, and a pytest selection with soak-python.
+# The proofs of the runtime (docs/notes/proofs.md), of which ARGS="core kills" names some, and a pytest selection with
+# soak-python. One that fails keeps none from running.
 soak: soak-runtime soak-python
 
+SOAK := core kills memory threads device fuzz tables suite
+PROOF = AXO_TEST_SECONDS=3600 AXO_RESULTS=$(CURDIR)/bench/results/soak.jsonl $(MAKE) -s -j2 -C csrc/tests test
 soak-runtime: $(V)/.built
-	$(V)/bin/python -m bench.soak --json bench/results/soak.jsonl $(ARGS)
+	$(MAKE) -k $(addprefix soak-,$(or $(ARGS),$(SOAK)))
+
+soak-core:
+	AXO_SOAK=10 $(PROOF) FILTER=soak_random
+soak-kills:
+	AXO_SOAK=1 $(PROOF) FILTER=soak_kills
+soak-memory:
+	$(PROOF) SAN=address,undefined
+soak-threads:
+	$(PROOF) SAN=thread
+soak-device: soak-device-address soak-device-undefined soak-device-thread
+soak-device-%:
+	$(MAKE) -s -j2 -C csrc/tests/device SAN=$*
+soak-fuzz:
+	AXO_FUZZ_SECONDS=60 $(PROOF) SAN=address,undefined FILTER=fuzz
+soak-tables:
+	$(PYTEST) -m soak -ra tests/comm/test_device_transport.py
+soak-suite:
+	$(PYTEST) -m soak -s tests/comm/test_c10d_suite.py
 
 soak-python: $(V)/.built
 	$(PYTEST) -m soak --deselect tests/comm/test_c10d_suite.py --deselect tests/comm/test_device_transport.py -ra -s $(ARGS)

@@ -30,7 +30,7 @@ import torch
 from axo.grid import Grid
 from axo_kernels import Tuner
 from axo_kernels import device as devices
-from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major
+from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shapes
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.gemm.tiles import TRIED, Config
 from axo_kernels.tune.cache import Cache
@@ -178,12 +178,10 @@ def _against_torch(product: Product, device: torch.device, table: Table, *given:
 
 def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rounds: int, unfinished: str = "") -> None:
     generator = torch.Generator(device).manual_seed(1)
-    shapes = (
-        (product.k, product.m) if product.layout == "TN" else (product.m, product.k),
-        (product.n, product.k) if product.layout == "NT" else (product.k, product.n),
-    )
     choice = tuner.choose(product, device)  # before the operands: it has its own for a while
-    a, b = (torch.randn(shape, generator=generator, device=device).to(product.dtype) for shape in shapes)
+    a, b = (
+        torch.randn(shape, generator=generator, device=device).to(product.dtype) for shape in stored_shapes(product)
+    )
     tuned = runner(choice, product.layout)
     calls: dict[str, Any] = {"torch": lambda: vendor_matmul(a, b, product.layout)}
     own_ratio = 1.0 if choice.is_torchs(product.layout) else None  # the same call: its ratio would be noise

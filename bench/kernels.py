@@ -54,7 +54,7 @@ from .lib import compiled, fp8
 from .lib import verdicts as judge
 from .lib.arguments import Parser
 from .lib.attempts import bounded, case, end_with_parent, works
-from .lib.launches import TRIAL_SIZES, launches
+from .lib.launches import MEETING_CHUNKS, MEETING_SIZES, MEETINGS, TRIAL_SIZES, launches
 from .lib.numerics import numerics
 from .lib.simulated import SimulatedCommunicator
 from .lib.table import LEFT_OUT, Table, environment, rows_to_go_on_with, trace_of
@@ -66,6 +66,7 @@ SECTION_SECONDS, CASE_SECONDS = 100.0, 60.0  # of a section, and of a product or
 OVERLAP_SECONDS, FP8_SECONDS = 40.0, 15.0  # kept for them before the products begin
 SMOKE_SIZES = 2  # of TRIAL_SIZES: without borders and with short sums
 LATE_SECONDS = 15.0  # for what comes last
+AT_FLAGS = " at flags"  # behind the name of a tile in which it hung or died there
 QUIET = 75.0  # seconds after which a trial hangs that has said nothing: what it compiles takes less
 FLAG_SECONDS = 5.0  # after which a kernel gives up a flag: what would wait for ever must leave the rest some time
 
@@ -116,7 +117,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.dry:
         # they fill the cache as well, which is gone with the machine that a run before was on
         if tiles.HOPPER and (HOPPER_SECTION not in ended or (waiting and not options.again)):
-            trials = {layout: _trial(layout, _left_out(), options.smoke) for layout in LAYOUTS}
+            off = _left_out() | {row["tile"] for row in earlier if "tile" in row}
+            trials = {layout: _trial(layout, off, options.smoke) for layout in LAYOUTS}
         if not (options.again or options.smoke):
             jobs = options.jobs if not compiled.brought_along() else min(2, options.jobs)  # where there is little to do
             compile_ahead(jobs, 0.25 * options.seconds)
@@ -198,7 +200,8 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = torch.float32 if options.dry else torch.bfloat16
 
     def hides(mine: Table, seconds: float) -> int:
-        asked = argparse.Namespace(size=4, rounds=3 if toy else 9, seconds=seconds)
+        groups = right_at_flags(table.rows) and not any(what.endswith(AT_FLAGS) for what in table.failed)
+        asked = argparse.Namespace(size=4, rounds=3 if toy else 9, seconds=seconds, groups=groups)
         return overlap.measure(widths, shares, counts, dtype, device, mine, asked, each=CASE_SECONDS)
 
     rows = timed("overlap", "overlap", overlap.COLUMNS, "asked_share", 0.0, hides)
@@ -307,6 +310,7 @@ def tried(trials: dict[str, Trial], until: float, table: Table, smoke: bool = Fa
     Raises:
         OutOfTimeError: ``until`` has come before the end of the last one. What was found stands.
     """
+    off: set[str] = set()
     try:
         for layout in trials:
             while what := _became_of(trials[layout], layout, until, table):
@@ -315,10 +319,11 @@ def tried(trials: dict[str, Trial], until: float, table: Table, smoke: bool = Fa
                 if tile is None:
                     raise error
                 tiles.HOPPER = tuple(config for config in tiles.HOPPER if config.name != tile)
+                off |= {tile, *_left_out()}
                 table.fail(f"{HOPPER_SECTION}: {tile}", error, tile=tile)
                 if time.perf_counter() > until:
                     raise OutOfTimeError(f"no time was left to try {layout} behind {tile}")
-                trials[layout] = _trial(layout, _left_out(), smoke)
+                trials[layout] = _trial(layout, off, smoke)
     except OutOfTimeError:
         raise
     except (TimeoutError, RuntimeError) as error:
@@ -399,6 +404,50 @@ def grouped(
                     trust.error = None
                 if complaint and not works(device):
                     raise RuntimeError(f"the device has stopped working in {name}: {complaint}")
+        if target.hopper:
+            met(device, table, layout, without)
+
+
+def met(device: torch.device, table: Any, layout: str, without: Iterable[str]) -> None:
+    """The kernel for Hopper where it meets a stream at flags, in chunks, against the serial way; and ten times without
+    a wait between, which must give the same bits. What fails takes nothing from the plain product in that tile.
+
+    Raises:
+        RuntimeError: The device has stopped working.
+    """
+    (m, n, k), chunks, size = MEETING_SIZES, MEETING_CHUNKS, 4
+    comm = SimulatedCommunicator(size, 1e10, device, timeout=FLAG_SECONDS)
+    for collective in [each for each, stored in MEETINGS if stored == layout]:
+        operation = {"all_gather": "all_gather_matmul"}.get(collective, f"matmul_{collective}")
+        rows = n // size if collective == "all_gather" else n
+        stored = ((k, m), (k, n)) if layout == "TN" else ((m, k), (rows, k))
+        a, b = (torch.randn(each, device=device).to(torch.bfloat16) for each in stored)
+        expected = overlap._call(operation, a, b, comm, layout, FusedPlan())()
+        for config in HOPPER:
+            tile = f"{config.name}{AT_FLAGS}"
+            if {config.name, tile} & {*without}:
+                continue
+            name = f"{operation} signal/{chunks} {config.name}"
+            table.begins(name, tile=tile)
+            try:
+                call = overlap._call(operation, a, b, comm, layout, FusedPlan("signal", chunks, config))
+                got = call()
+                comm.check()
+                unlike = sum(not torch.equal(got, again) for again in [call() for _ in range(10)])
+                comm.check()
+                table.add(check=name, error=relative_error(got, expected) + unlike, limit=4e-3)
+            except Exception as error:
+                comm.abandon()
+                table.add(check=f"{name}: {in_a_line(error)}", error=1.0, limit=0.5)
+                if not works(device):
+                    raise RuntimeError(f"the device has stopped working in {name}") from error
+
+
+def right_at_flags(rows: Iterable[dict[str, Any]]) -> bool:
+    """Whether what :func:`met` has found of the first tile, which is timed then, is right, and anything was."""
+    name = f" {tiles.HOPPER[0].name}" if tiles.HOPPER else None
+    mine = [row for row in rows if name and " signal/" in row.get("check", "") and name in row["check"]]
+    return bool(mine) and all(row["error"] < row["limit"] for row in mine)
 
 
 def strategies(device: torch.device, table: Any, dry: bool) -> None:
@@ -410,11 +459,11 @@ def strategies(device: torch.device, table: Any, dry: bool) -> None:
         layout = "TN" if operation == "matmul_reduce_scatter" else "NT"
         a = torch.randn((k, m) if layout == "TN" else (m, k), device=device).to(dtype)
         b = torch.randn((k, n) if layout == "TN" else (n, k), device=device).to(dtype)
-        expected = overlap._call(operation, a, b, comm, layout, "serial", 1)()
+        expected = overlap._call(operation, a, b, comm, layout, FusedPlan())()
         for strategy in ("split", "signal"):
             for chunks in (1, 2, 4, 7):
                 name = f"{operation} {strategy}/{chunks}"
-                call = overlap._call(operation, a, b, comm, layout, strategy, chunks)
+                call = overlap._call(operation, a, b, comm, layout, FusedPlan(strategy, chunks))
                 case(
                     f"strategies: {name}",
                     partial(_strategy, name, call, strategy, expected, comm, table),

@@ -6,7 +6,8 @@
 Simulated: the link's speed is chosen so that communication alone takes the given share of the vendor's product
 (bench.lib.simulated). Efficiency is ``1 - (t_fused - t_gemm) / (t_serial - t_gemm)`` with the vendor's product as
 t_gemm: 1 is all hidden, 0 is serial, negative is slower than serial. Each row also has the own kernel's time with all
-flags set beforehand, and the error against the serial result. Over ranks the largest time counts.
+flags set beforehand, and the error against the serial result. Over ranks the largest time counts. With ``--groups`` a
+Hopper has a rival more: ``signal`` by the kernel in Gluon, which the tuner does not try before a GPU has trusted it.
 
 ``graph_ms`` and ``graph_efficiency`` are the same as replays of captured graphs, product and serial way too, so that
 no launch of the host is in any of them (one GPU, simulated; ``-`` elsewhere).
@@ -26,10 +27,12 @@ import torch
 from axo_kernels import FusedCommunicator, SignalTimeout, adapt
 from axo_kernels import device as devices
 from axo_kernels.fused.chunks import chunk_order
-from axo_kernels.fused.segments import SegmentedProduct
+from axo_kernels.fused.segments import SegmentedProduct, whole_tiles
 from axo_kernels.fused.strategies import FusedPlan, run_all_gather, run_reduce_scatter, start_all_reduce, unreachable
+from axo_kernels.gemm import tiles
 from axo_kernels.gemm.layout import Product, product_of
 from axo_kernels.gemm.matmul import vendor_matmul
+from axo_kernels.gemm.tiles import Config
 from axo_kernels.tune.timing import paired, relative_error
 
 from .lib import arguments
@@ -67,6 +70,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--groups", action="store_true", help="on a Hopper also by the kernel in Gluon")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     options = parser.parse_args(given)
     real = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -186,30 +190,37 @@ def _case(
     if comm is None:
         seconds = paired([gemm], device, options.rounds)[0].seconds
         comm = SimulatedCommunicator(size, moved / (share * seconds), device, timeout=5.0)
-    serial = _call(operation, a, b, comm, layout, "serial", 1)
+    serial = _call(operation, a, b, comm, layout, FusedPlan())
     expected = serial()
     alone = _communication(operation, product, comm, device)
     strategies = ("split", "signal") if device.type == "cpu" or devices.runs_triton(device) else ("split",)
     rivals = {
-        (strategy, chunks): _call(operation, a, b, comm, layout, strategy, chunks)
+        (strategy, chunks): _call(operation, a, b, comm, layout, FusedPlan(strategy, chunks))
         for strategy in strategies
         for chunks in counts
     }
+    groups = _groups(operation, product, comm, counts, device) if options.groups else None
+    rivals |= {
+        ("groups", chunks): _call(operation, a, b, comm, layout, FusedPlan("signal", chunks, groups))
+        for chunks in counts if groups is not None
+    }  # fmt: skip
     if not isinstance(comm, SimulatedCommunicator) and operation != "all_gather_matmul":
         why = unreachable(comm, device)
         if why:
             table.note(f"{operation}: no push: {why}")
         else:
-            rivals["push", 1] = _call(operation, a, b, comm, layout, "push", 1)
+            rivals["push", 1] = _call(operation, a, b, comm, layout, FusedPlan("push"))
     errors = {key: relative_error(call(), expected) for key, call in rivals.items()}
     own = _own(a, b, comm, product, operation, device)
+    other = _own(a, b, comm, product, operation, device, groups) if groups is not None else None
     quiet = comm.without_effects() if isinstance(comm, SimulatedCommunicator) else nullcontext()
-    calls: list[Callable[[], object]] = [gemm, serial, alone, *([own] if own else []), *rivals.values()]
+    owns = [call for call in (own, other) if call]
+    calls: list[Callable[[], object]] = [gemm, serial, alone, *owns, *rivals.values()]
     with quiet:
         measured = paired(calls, device, options.rounds)
     timings = comm.maximum([timing.seconds for timing in measured])
     comm.check() if device.type == "cuda" else None
-    head, tail = timings[:3], timings[3 + bool(own) :]
+    head, own_times, tail = timings[:3], timings[3 : 3 + len(owns)], timings[3 + len(owns) :]
     graphs: dict[object, float] = {}
     while isinstance(comm, SimulatedCommunicator) and captured:
         held: dict[object, Callable[[], object]] = {"gemm": gemm, "serial": serial}
@@ -232,7 +243,7 @@ def _case(
             strategy=strategy,
             chunks=chunks,
             gemm_ms=head[0] * 1e3,
-            own_ms=timings[3] * 1e3 if own else None,
+            own_ms=own_times[strategy == "groups"] * 1e3 if owns else None,
             comm_ms=head[2] * 1e3,
             serial_ms=head[1] * 1e3,
             fused_ms=fused * 1e3,
@@ -283,9 +294,8 @@ def _bytes(operation: str, product: Product, size: int) -> float:
 
 
 def _call(
-    operation: str, a: torch.Tensor, b: torch.Tensor, comm: FusedCommunicator, layout: str, strategy: str, chunks: int
+    operation: str, a: torch.Tensor, b: torch.Tensor, comm: FusedCommunicator, layout: str, way: FusedPlan
 ) -> Callable[[], torch.Tensor]:
-    way = FusedPlan(strategy, chunks)
     if operation == "matmul_reduce_scatter":
         return partial(run_reduce_scatter, a, b, comm, layout, way)
     if operation == "all_gather_matmul":
@@ -314,8 +324,27 @@ def _communication(
     return lambda: comm.all_gather(weight, shard).wait()
 
 
+def _groups(
+    operation: str, product: Product, comm: FusedCommunicator, counts: list[int], device: torch.device
+) -> Config | None:
+    """The tile of the kernel for Hopper that is a rival, as strategy ``groups``; None on other GPUs, and where a tile
+    would cross the end of a chunk."""
+    if device.type != "cuda" or not devices.target_of(device).hopper or product.dtype.itemsize != 2 or not tiles.HOPPER:
+        return None
+    kind, config, gathers = operation.replace("matmul", "").strip("_"), tiles.HOPPER[0], "gather" in operation
+    rows = product.n // comm.size if gathers else product.m
+    orders = [chunk_order(kind, rows, chunks, comm.rank, comm.size, 128) for chunks in counts]
+    return config if all(whole_tiles(order, config, gathers) for order in orders) else None
+
+
 def _own(
-    a: torch.Tensor, b: torch.Tensor, comm: FusedCommunicator, product: Product, operation: str, device: torch.device
+    a: torch.Tensor,
+    b: torch.Tensor,
+    comm: FusedCommunicator,
+    product: Product,
+    operation: str,
+    device: torch.device,
+    config: Config | None = None,
 ) -> Callable[[], None] | None:
     """The signalling kernel with every flag set beforehand: what the kernel itself costs."""
     if not devices.runs_triton(device) or device.type != "cuda":
@@ -328,7 +357,7 @@ def _own(
     out = torch.empty((product.m, product.n), dtype=product.dtype, device=device)
     full = b.repeat(comm.size, 1) if gathers else b
     workspace.flags.fill_(workspace.epoch.counted)
-    return lambda: SegmentedProduct(product, workspace, comm).launch(a, full, out, along_n=gathers)
+    return lambda: SegmentedProduct(product, workspace, comm, config=config).launch(a, full, out, along_n=gathers)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,19 @@
 
     axo bench step --cases serial --tokens 1024 --precision 32-true          1x1x1x1 against nn.Linear
     axo bench step --cases z,x,data --ranks 2 --tokens 256 --precision bf16-mixed
-    axo bench step --cases pipeline --tokens 1024 --layers 8                 stages; each row of --tokens a micro-batch
     torchrun --nproc-per-node 8 -m axo_bench.step --cases z                  on ranks that exist, such as GPUs
 
-Cases: ``serial``; ``z`` against FSDP2, ``x`` against DTensor's column / row plan, ``data`` against DDP, ``pipeline``
-against torch's own stages, all by 1F1B; each rival over Gloo (NCCL on GPUs) and over backend axo, which tells transport
-and engine apart; everybody with torch's fused AdamW. A round is one step of each contestant in turn, the order turned
-round each time, the slowest rank's time; figures are means of the last 8 of 10 steps, as in the AxoNN papers, over all
-repeats. On CPUs each contestant has processes of its own, and rivals have not Axo's settings of malloc, as users would
-run them; on ranks that exist all share those. Columns: ms a step, how often faster than the first rival (median over
-rounds), tokens/s of all ranks, MFU and HFU (of --peak-tflops, else of the rate of a large product measured here), comm:
-the part of the step that a rank is blocked in communication (Axo alone knows), longer: by which part of it the step is
-longer than the same work without communication (plain torch, the last row, whose ``faster`` is what could be won at
-that work; median over rounds), and the loss, which must agree.
+Cases: ``serial``; ``z`` against FSDP2, ``x`` against DTensor's column / row plan, ``data`` against DDP; each rival over
+Gloo (NCCL on GPUs) and over backend axo, which tells transport and engine apart; everybody with torch's fused AdamW. A
+round is one step of each contestant in turn, the order turned round each time, the slowest rank's time; figures are
+means of the last 8 of 10 steps, as in the AxoNN papers, over all repeats. On CPUs each contestant has processes of its
+own, and rivals have not Axo's settings of malloc, as users would run them; on ranks that exist all share those.
+
+Columns: ms a step, how often faster than the first rival (median over rounds), tokens/s of all ranks, MFU and HFU (of
+--peak-tflops, else of the rate of a large product measured here), comm: the part of the step that a rank is blocked in
+communication (Axo alone knows), longer: by which part of it the step is longer than the same work without communication
+(plain torch, the last row, whose ``faster`` is what could be won at that work; median over rounds), and the loss, which
+must agree.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .lib.table import Table, environment
 
 COLUMNS = {"case": "s", "contestant": "s", "ranks": "d", "ms": ".2f", "faster": ".2f", "tokens_s": ".0f"}
 COLUMNS |= {"mfu": ".3f", "hfu": ".3f", "comm": ".2f", "longer": ".3f", "loss": ".4f"}
-CASES = ("serial", "z", "x", "data", "pipeline")
+CASES = ("serial", "z", "x", "data")
 STEPS, COUNTED = 10, 8
 LOSS_LIMIT = {"32-true": 1e-3, "bf16-mixed": 5e-2}  # relative; the same weights after the same steps
 
@@ -210,7 +210,7 @@ def begin(case: str, options: argparse.Namespace) -> tuple[models.Sizes, Any]:
     set_threads(0, int(os.environ["LOCAL_WORLD_SIZE"]))
     ranks = int(os.environ["WORLD_SIZE"])
     grid = axo.Grid(**({case: ranks} if case in axo.AXES else {}))
-    comms = axo.connect(grid, pipeline=ranks if case == "pipeline" else 1, device=options.device)
+    comms = axo.connect(grid, device=options.device)
     return sizes_of(options), comms
 
 
@@ -274,9 +274,8 @@ def contestants(case: str, sizes: models.Sizes) -> list[Entry]:
             axo_with(),
             Entry(lambda comms: models.Contestant("nn.Linear", models.serial(sizes, comms.device), sizes)),
         ]
-    stages = Entry(lambda comms: models.axo_stages(f"Axo {comms.stages} stages", sizes, comms))
     return [
-        stages if case == "pipeline" else axo_with(),
+        axo_with(),
         rival("nccl", "gloo"),
         rival("axo", "axo"),
         *(axo_with(f" {name}", overlap=overlap) for name, overlap in switched(case, sizes)),
@@ -288,8 +287,6 @@ def switched(case: str, sizes: models.Sizes) -> list[tuple[str, Any]]:
     """Axo with what the case has to overlap switched off, and for z also without the cache of gathered weights."""
     from axo import Overlap
 
-    if case == "pipeline":
-        return []
     if case == "x":
         return [("OAR off", Overlap(all_reduce=False))]
     if case == "data":  # one bucket is full when backward ends

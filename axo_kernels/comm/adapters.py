@@ -185,12 +185,9 @@ class DeviceAxoCommunicator(AxoCommunicator):
     def reserved_units(self) -> int:
         """What operations take at most: its own cap (:meth:`capped`) beside what the communicators of this rank are
         capped at together (``DeviceOptions(max_ctas=...)``)."""
-        if self._takes_none:
-            return self.held_units
+        if self._takes_none:  # one for flags that kernels set, and for a gather that takes a thread block after all
+            return self.held_units + 1
         return self._channels + self.held_units or uncapped()
-
-    def flag_units(self, workspace: Workspace) -> int:
-        return int(self._takes_none and not self._flags_by_driver(workspace))
 
     def _flags_by_driver(self, workspace: Workspace) -> bool:
         return self._by_driver and not workspace.epoch.captured
@@ -238,10 +235,9 @@ class DeviceAxoCommunicator(AxoCommunicator):
             self._windowed = twin
         return self._windowed
 
-    def poll(self) -> None:
-        super().poll()
-        for other in (*self._capped.values(), *([self._windowed] if self._windowed else [])):
-            other.poll()
+    @property
+    def twins(self) -> list[FusedCommunicator]:
+        return [*self._capped.values(), *([self._windowed] if self._windowed else [])]
 
     def fork(self, device: torch.device) -> None:
         assert not self._forked, "fork() twice without join()"
@@ -281,34 +277,56 @@ class DeviceAxoCommunicator(AxoCommunicator):
             return super().write_flag(workspace, number)
         self.communicator.write_flag(workspace.flags[number:], workspace.epoch.counted)
 
-    def keep(self, workspace: Workspace, packed: torch.Tensor, kept: torch.Tensor) -> None:
-        if self._takes_none and self._flags_by_driver(workspace):
-            self.write_flag(workspace, workspace.order.chunks - 1)  # a kernel would wait for the product, that for it
-        super().keep(workspace, packed, kept)
-
     def _device_stream(self) -> Any:
         return torch.cuda.ExternalStream(self.communicator.stream, self.communicator.device)
 
 
 class SoloCommunicator(FusedCommunicator):
-    """A single rank: nothing travels."""
+    """A single rank: nothing travels.
 
-    def __init__(self, timeout: float = 60.0) -> None:
-        super().__init__(0, 1, timeout)
+    Args:
+        timeout: As of :func:`adapt`.
+        like: A communicator whose operations it tries out alone: of its ranks, and leaving as much free. What peers
+            would have sent is whatever lies there, and nobody is waited for.
+    """
+
+    def __init__(self, timeout: float = 60.0, like: FusedCommunicator | None = None) -> None:
+        super().__init__(*((like.rank, like.size) if like else (0, 1)), timeout)
+        self._reserved = super().reserved_units if like is None else like.reserved_units
+
+    @property
+    def reserved_units(self) -> int:
+        return self._reserved
+
+    def capped(self, channels: int) -> FusedCommunicator:
+        return self if self.size > 1 else super().capped(channels)
+
+    def windowed(self) -> FusedCommunicator:
+        return self if self.size > 1 else super().windowed()
+
+    def maximum(self, values: list[float]) -> list[float]:
+        return values
 
     def _all_reduce(self, tensor: torch.Tensor) -> Pending:
         return DONE
 
     def _all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
-        if out.data_ptr() != tensor.data_ptr():
-            out.copy_(tensor.view(out.shape))
-        return DONE
+        return _copied(out.view(self.size, *tensor.shape)[self.rank], tensor)
 
-    _reduce_scatter = _all_gather
+    def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
+        return _copied(out, tensor.view(self.size, *out.shape)[self.rank])
 
     def peer_memory(self, nbytes: int, device: torch.device) -> PeerMemory:
         mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        return PeerMemory(mine, (mine.data_ptr(),))
+        flags = mine[: 8 * self.size].view(torch.int32).view(2, self.size)
+        flags[:, [rank for rank in range(self.size) if rank != self.rank]] = 2**30  # of peers: set for long
+        return PeerMemory(mine, (mine.data_ptr(),) * self.size)
+
+
+def _copied(out: torch.Tensor, tensor: torch.Tensor) -> Pending:
+    if out.data_ptr() != tensor.data_ptr():
+        out.copy_(tensor)
+    return DONE
 
 
 def adapt(

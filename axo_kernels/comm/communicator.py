@@ -19,6 +19,7 @@ import random
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -223,10 +224,6 @@ class FusedCommunicator:
         its collectives may take (a link that is only simulated takes one)."""
         return 4
 
-    def flag_units(self, workspace: Workspace) -> int:
-        """The same of its flags, beside ``reserved_units``: where nothing else is left free, and kernels set them."""
-        return 0
-
     @property
     def caps(self) -> tuple[int, ...]:
         """Numbers of channels to try for its operations beside a product; none where they cannot be capped."""
@@ -248,7 +245,7 @@ class FusedCommunicator:
 
     @property
     def without_windows(self) -> str:
-        """Why gathers in windows that take no multiprocessor are not to be had; "" where they are."""
+        """Why gathers in windows, which take no multiprocessor, are not to be had; "" where they are."""
         return f"{type(self).__name__} has none"
 
     def windowed(self) -> FusedCommunicator:
@@ -347,7 +344,11 @@ class FusedCommunicator:
             self._peers = self.agreed(lambda: Peers(name, store(), self.rank, self.size))
         peers = self._peers
         mine = self.agreed(lambda: peers.allocate(nbytes, device))
-        return self.agreed(lambda: peers.map(mine))
+        try:
+            return self.agreed(lambda: peers.map(mine))
+        except ValueError:
+            self._peers = None  # some have exchanged, others not: the next time all begin under another name
+            raise
 
     @property
     def spins(self) -> int:
@@ -374,10 +375,28 @@ class FusedCommunicator:
         for workspace in self._workspaces():
             workspace.check(self.rank, self.timeout)
 
+    @property
+    def twins(self) -> list[FusedCommunicator]:
+        """The same ranks with other limits: what was made by :meth:`capped` and :meth:`windowed`."""
+        return []
+
     def _workspaces(self) -> Iterator[Workspace]:
-        yield from self.workspaces.all()
-        for room in (*self.captured_rooms, *self.rooms):
-            yield from room.workspaces.all()
+        for comm in (self, *self.twins):
+            yield from comm.workspaces.all()
+            for room in (*comm.captured_rooms, *comm.rooms):
+                yield from room.workspaces.all()
+
+    @contextmanager
+    def trial(self, device: torch.device) -> Iterator[None]:
+        """What operations inside make goes with its end: workspaces, and a room or what it has grown. Collective."""
+        before, rooms = {comm: comm.workspaces.keys() for comm in (self, *self.twins)}, list(self.rooms)
+        yield
+        for comm in (self, *self.twins):
+            comm.workspaces.keep(before.get(comm, ()))
+        if self.rooms and self.rooms != rooms:
+            self.forget_room()
+            if rooms:
+                self.peer_room(rooms[-1].capacity, device)
 
     def maximum(self, values: list[float]) -> list[float]:
         """Return the largest of each value over the ranks, the same list on all of them."""

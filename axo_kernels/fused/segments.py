@@ -18,7 +18,15 @@ from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.fused.chunks import NO_FLAG, ChunkOrder, Segment, tile_table
 from axo_kernels.fused.workspace import Workspace
 from axo_kernels.gemm.layout import Product, as_row_major, check_offsets
-from axo_kernels.gemm.matmul import describable, hints, operand_descriptors, precision, uses_descriptors, vendor_matmul
+from axo_kernels.gemm.matmul import (
+    describable,
+    hints,
+    launch_grouped,
+    operand_descriptors,
+    precision,
+    uses_descriptors,
+    vendor_matmul,
+)
 from axo_kernels.gemm.tiles import Config, cut_to_fit, default_config, shrink
 
 
@@ -97,6 +105,9 @@ class SegmentedProduct:
             check_offsets(tensor, name)
         described = product.k > 0 and describable(left, right, out, accumulate=False)
         config = self.config
+        if config is not None and config.groups:  # what it cannot do, the default does
+            whole = whole_tiles(workspace.order, config, along_n)
+            config = config if described and whole and owners is None else None
         if config is None:
             config = shrink(default_config(target, a.dtype, uses_descriptors(target, a, described), "fused"), product)
             config = cut_to_fit(config, target, a.dtype)
@@ -110,22 +121,34 @@ class SegmentedProduct:
         block, across = (config.block_n, config.block_m) if along_n else (config.block_m, config.block_n)
         tiles = tile_table(workspace.order, block, -(-(product.m if along_n else product.n) // across))
         table, width = workspace.table(tiles)
-        units = target.units if owners is not None else programs_left(self.comm, a.device, workspace)
+        units = target.units if owners is not None else programs_left(self.comm, a.device)
+        epoch_word, counted = workspace.epoch.parts
+        meeting = {
+            "table": table, "counters": workspace.counters, "epoch_word": epoch_word, "counted": counted,
+            "status": workspace.status, "tiles": tiles.total, "bound": self.comm.spins, "NUM_PROGRAMS": units,
+            "SEGMENTS": width, "ALONG_N": along_n, "WAIT": not signals,
+        }  # fmt: skip
+        if config.groups:
+            launch_grouped(left, right, out, self.bias, product, config, False, flags=workspace.flags, **meeting)
+            return
         kernels.segment_matmul_kernel[(max(1, min(tiles.total, units)),)](
             *(operand_descriptors(left, right, config) if descriptors else (left, right)),
             out, out if self.bias is None else self.bias.resolve_neg().contiguous(), product.m, product.n, product.k,
             left.stride(0), left.stride(1), right.stride(0), right.stride(1), out.stride(0), out.stride(1),
-            table, workspace.flags if owners is None else owners, workspace.counters, *workspace.epoch.parts,
-            workspace.status, tiles.total, self.comm.spins,
+            flags=workspace.flags if owners is None else owners,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-            XCDS=target.xcds, NUM_PROGRAMS=units, SEGMENTS=width, ALONG_N=along_n, WAIT=not signals, SIGNAL=signals,
-            PUSH=owners is not None, DESCRIPTORS=descriptors,
+            XCDS=target.xcds, SIGNAL=signals, PUSH=owners is not None, DESCRIPTORS=descriptors,
             A_TRANSPOSED=left.stride(-1) != 1, B_TRANSPOSED=right.stride(-1) != 1,
             EVEN_K=product.k % config.block_k == 0, HAS_BIAS=self.bias is not None, PRECISION=precision(a),
             INTERPRETED=devices.interpreted(), FENCE=descriptors and target.nvidia and not signals,
-            ALIGNMENT=alignment(workspace.order),
+            ALIGNMENT=alignment(workspace.order), **meeting,
             num_warps=config.warps, num_stages=config.stages, **hints(config),
         )  # fmt: skip
+
+
+def whole_tiles(order: ChunkOrder, config: Config, along_n: bool) -> bool:
+    """Whether no tile crosses the end of a segment: the kernel for Hopper stores without masks."""
+    return all(segment.rows % (config.block_n if along_n else config.block_m) == 0 for segment in order.segments)
 
 
 def alignment(order: ChunkOrder) -> int:
@@ -134,7 +157,7 @@ def alignment(order: ChunkOrder) -> int:
     return math.gcd(16, *(number for three in borders for number in three))
 
 
-def programs_left(comm: FusedCommunicator, device: torch.device, workspace: Workspace | None = None) -> int:
+def programs_left(comm: FusedCommunicator, device: torch.device) -> int:
     """Programs of a kernel that waits or signals: all resident at once, beside the communication's thread blocks.
 
     One a multiprocessor, whatever the tile: more would also be put on those that are left to the communication, whose
@@ -144,11 +167,10 @@ def programs_left(comm: FusedCommunicator, device: torch.device, workspace: Work
         ValueError: Nothing is left. A kernel on all of the device would wait for a collective that cannot start.
     """
     units = devices.target_of(device).units
-    reserved = comm.reserved_units + (comm.flag_units(workspace) if workspace is not None else 0)
-    left = units - (reserved if device.type == "cuda" else 0)
+    left = units - (comm.reserved_units if device.type == "cuda" else 0)
     if left < 1:
         raise ValueError(
-            f"fused product: a kernel that waits leaves {reserved} multiprocessors to the communication, "
+            f"fused product: a kernel that waits leaves {comm.reserved_units} multiprocessors to the communication, "
             f"and {device} has {units}; use strategy='split'"
         )
     return left

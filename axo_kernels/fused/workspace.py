@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -145,6 +145,7 @@ class Workspace:
         if self._told.value:
             _, number, epoch, seen = self.status.tolist()
             self.status.zero_()
+            self.counters.zero_()  # the kernel for Hopper has marked the chunk that did not come
             raise SignalTimeout(self._complaint(rank, number, epoch, seen, timeout))
 
     def _complaint(self, rank: int, number: int, epoch: int, seen: int, timeout: float) -> str:
@@ -161,10 +162,10 @@ class Workspace:
 
 
 def table_width(order: ChunkOrder) -> int:
-    """Columns of the table of an order's segments: a power of two. Of a push there is one for each owner, also for
-    those without rows."""
+    """Columns of the table of an order's segments: a power of two, more than are used. Of a push there is one for each
+    owner, also for those without rows."""
     columns = order.size if order.operation == "push" else len(order.segments)
-    return max(16, 1 << (columns - 1).bit_length())
+    return max(16, 1 << columns.bit_length())
 
 
 class Workspaces:
@@ -199,6 +200,14 @@ class Workspaces:
 
     def all(self) -> Iterator[Workspace]:
         return iter(self._all.values())
+
+    def keys(self) -> set[Any]:
+        """What there is, for :meth:`keep`."""
+        return set(self._all)
+
+    def keep(self, keys: Collection[Any]) -> None:
+        """Forget all others."""
+        self._all = {key: workspace for key, workspace in self._all.items() if key in keys}
 
 
 class PeerRoom:

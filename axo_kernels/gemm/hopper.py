@@ -19,7 +19,8 @@ by the groups that read the stage. A barrier tells only odd from even phases, so
 ahead: with PINGPONG a group begins with a tile when the other one has seen all of the tile before (``order``). A model
 of all this visits every order of events for small rings (tests/kernels/gemm/ring_model.py). A group stores out of a
 buffer of its own, and waits for the copy engine before it writes there again. Accumulating is done by the copy engine,
-which adds to what is in memory: each element once a launch.
+which adds to what is in memory: each element once a launch. The kernel can also meet a communication stream at flags
+(gemm/flags.py), segment by segment, which the model has too, with a memory that is weak.
 
 bf16 and fp16; bases and strides of 16 bytes; Hopper only (sm_90). No interpreter runs Gluon, so nothing here is trusted
 before the tuner has compared it with torch's product on the GPU (axo_kernels.tune.trust).
@@ -40,9 +41,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from axo_kernels.gemm.flags import proxy_fence, report, wait_until
 from axo_kernels.gemm.kernels import grouped_tile
 
-_grouped_tile = gluon.jit(grouped_tile.fn)
+_grouped_tile, _wait_until, _report, _proxy_fence = (
+    gluon.jit(each.fn) for each in (grouped_tile, wait_until, report, proxy_fence)
+)
 
 
 @builtin
@@ -61,23 +65,91 @@ _group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
+def _place(
+    tile, segment, table, M, N, group_m,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SEGMENTS: gl.constexpr, ALONG_N: gl.constexpr, SIDE: gl.constexpr,
+):  # fmt: skip
+    """A tile's segment, not before ``segment``, and its first row and column: SIDE 1 where it is read, 2 written."""
+    shift = 0
+    if SEGMENTS:
+        while gl.load(table + segment + 1) <= tile:  # there is always a column behind the last segment, of infinity
+            segment += 1
+        shift = gl.load(table + SIDE * SEGMENTS + segment)
+        rows = gl.load(table + 3 * SEGMENTS + segment)
+        tile -= gl.load(table + segment)
+        if ALONG_N:
+            N = rows
+        else:
+            M = rows
+    tile_m, tile_n = _grouped_tile(tile, gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), group_m)
+    row = tile_m * BLOCK_M
+    column = tile_n * BLOCK_N
+    if ALONG_N:
+        column += shift
+    else:
+        row += shift
+    return segment, row, column
+
+
+@gluon.jit
+def _acquired(
+    segment, waited, patience, table, flags, counters, epoch, status, bound, SEGMENTS: gl.constexpr
+):  # fmt: skip
+    """Before a segment's first bulk load: wait for its flag, and order what it stands for before these loads. Returns
+    the flag's number, and how long to wait for the next. One that is not set marks its counter, for the consumers."""
+    number = gl.load(table + 4 * SEGMENTS + segment)
+    if (number != waited) & (number >= 0):
+        seen = _wait_until(flags + number, epoch, patience)
+        if seen - epoch < 0:
+            _report(status, number, epoch, seen)
+            gl.store(counters + number, 1)
+            patience = 0  # the bound holds for the kernel
+        _proxy_fence(True)
+    return number, patience
+
+
+@gluon.jit
+def _signalled(
+    segment, table, flags, counters, epoch, HALVES: gl.constexpr, SEGMENTS: gl.constexpr
+):  # fmt: skip
+    """Count a part of a tile that has been stored, and set the flag of a chunk behind its last one.
+
+    A bulk store is done, and seen by the thread that asked for it, when its group is; Gluon's own wait is for the
+    buffer alone. Then the group's threads meet, so that the one that counts passes on what the other has seen.
+    """
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+    _group_barrier()
+    number = gl.load(table + 4 * SEGMENTS + segment)
+    done = gl.atomic_add(counters + number, 1, sem="acq_rel", scope="gpu")
+    if done + 1 == HALVES * gl.load(table + 5 * SEGMENTS + segment):
+        gl.atomic_xchg(counters + number, 0, sem="relaxed", scope="gpu")
+        gl.atomic_xchg(flags + number, epoch, sem="release", scope="sys")
+
+
+@gluon.jit
 def _produce(
-    a, b, a_ring, b_ring, full, empty, M, N, k_steps, group_m,
+    a, b, a_ring, b_ring, full, empty, M, N, k_steps, group_m, tiles, table, flags, counters, epoch, status, bound,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
     A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
+    SEGMENTS: gl.constexpr, ALONG_N: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with the operands of every step of every tile of this program, in order."""
     ROWS: gl.constexpr = BLOCK_M // HALVES
     BYTES: gl.constexpr = HALVES * a.block_type.nbytes + b.block_type.nbytes
-    tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles_n = gl.cdiv(N, BLOCK_N)
     index = 0
     phase = 1  # a fresh barrier counts as one whose earlier phase is over
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, NUM_PROGRAMS):
-        tile_m, tile_n = _grouped_tile(tile, tiles_m, tiles_n, group_m)
-        m0 = tile_m * BLOCK_M
-        n0 = tile_n * BLOCK_N
+    segment = 0
+    waited = -1
+    patience = bound
+    for tile in range(gl.program_id(0), tiles, NUM_PROGRAMS):
+        segment, m0, n0 = _place(tile, segment, table, M, N, group_m, BLOCK_M, BLOCK_N, SEGMENTS, ALONG_N, 1)
+        if WAIT:
+            waited, patience = _acquired(
+                segment, waited, patience, table, flags, counters, epoch, status, bound, SEGMENTS
+            )
         for step in range(k_steps):
             k = step * BLOCK_K
             mbarrier.wait(empty.index(index), phase)
@@ -123,11 +195,12 @@ def _store(
 
 @gluon.jit
 def _consume(
-    a_ring, b_ring, c, bias, buffers, full, empty, order, M, N, k_steps, group_m,
+    a_ring, b_ring, c, bias, buffers, full, empty, order, M, N, k_steps, group_m, tiles, table, flags, counters, epoch,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, HALVES: gl.constexpr, PARTS: gl.constexpr, HEAD: gl.constexpr,
     A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
-    HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr, WHO: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    SEGMENTS: gl.constexpr, ALONG_N: gl.constexpr, WAIT: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     """Multiply what the ring brings, tile by tile, and store."""
     ROWS: gl.constexpr = BLOCK_M // HALVES
@@ -136,13 +209,12 @@ def _consume(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
-    tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles_n = gl.cdiv(N, BLOCK_N)
     if HALVES == 2 and WHO == 1:
         mbarrier.wait(order.index(1), 0)
     turn = FIRST
-    for tile in range(gl.program_id(0) + FIRST * NUM_PROGRAMS, tiles_m * tiles_n, STRIDE * NUM_PROGRAMS):
-        tile_m, tile_n = _grouped_tile(tile, tiles_m, tiles_n, group_m)
+    segment = 0
+    for tile in range(gl.program_id(0) + FIRST * NUM_PROGRAMS, tiles, STRIDE * NUM_PROGRAMS):
+        segment, row, column = _place(tile, segment, table, M, N, group_m, BLOCK_M, BLOCK_N, SEGMENTS, ALONG_N, 2)
         position = turn * k_steps
         index = position % STAGES
         phase = (position // STAGES) & 1
@@ -173,8 +245,12 @@ def _consume(
             mbarrier.arrive(order.index(1 - WHO), count=1)
         values = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
         mbarrier.arrive(empty.index(last), count=1)
-        row = tile_m * BLOCK_M + (WHO * ROWS if HALVES == 2 else 0)
-        column = tile_n * BLOCK_N
+        if WAIT:
+            number = gl.load(table + 4 * SEGMENTS + segment)
+            if number >= 0:
+                values += gl.where(gl.load(counters + number, volatile=True) != 0, float("nan"), 0.0)
+        if HALVES == 2:
+            row += WHO * ROWS
         buffer = buffers.index(WHO)
         if PARTS == 1:
             _store(values, c, bias, buffer, row, column, N, BLOCK_N, HAS_BIAS, ACCUMULATE)
@@ -183,20 +259,30 @@ def _consume(
             HALF: gl.constexpr = BLOCK_N // 2
             _store(left, c, bias, buffer, row, column, N, HALF, HAS_BIAS, ACCUMULATE)
             _store(right, c, bias, buffer, row, column + HALF, N, HALF, HAS_BIAS, ACCUMULATE)
+        if SEGMENTS and not WAIT:
+            _signalled(segment, table, flags, counters, epoch, HALVES, SEGMENTS)
         turn += STRIDE
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["group_m"])
+@gluon.jit(do_not_specialize=["group_m", "counted", "tiles", "bound"])
 def hopper_matmul_kernel(
     a, b, c, bias, M, N, K, group_m,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, PARTS: gl.constexpr,
     A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    table=None, flags=None, counters=None, epoch_word=None, counted=0, status=None, tiles=0, bound=0,
+    SEGMENTS: gl.constexpr = 0, ALONG_N: gl.constexpr = False, WAIT: gl.constexpr = False,
 ):  # fmt: skip
     """Host descriptors; group_m: row tiles that are walked together, no constant of the code, which would be compiled
     for each. a: blocks (rows, BLOCK_K), or (BLOCK_K, rows) when stored [K, M], with the rows of one group;
-    b: (BLOCK_K, BLOCK_N), or (BLOCK_N, BLOCK_K) when stored [N, K]; c: (rows of one group, BLOCK_N // PARTS)."""
+    b: (BLOCK_K, BLOCK_N), or (BLOCK_N, BLOCK_K) when stored [N, K]; c: (rows of one group, BLOCK_N // PARTS).
+
+    With SEGMENTS it computes segment by segment, and waits for, or sets, the flag of each chunk: table and all behind
+    it are those of segment_matmul_kernel (fused/kernels.py). Tiles must not cross the ends of segments. With WAIT the
+    warp that loads is the only one that waits, and a chunk that has not come marks its counter, by which the groups
+    know, until the host has reported it. Without, each group counts what it has stored.
+    """
     HALVES: gl.constexpr = 1 if PINGPONG else 2
     HEAD: gl.constexpr = STAGES // 2
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES * HALVES] + a.block_type.shape, a.layout)
@@ -212,19 +298,27 @@ def hopper_matmul_kernel(
         mbarrier.init(order.index(group), count=1)
     fence_async_shared()
     k_steps = gl.cdiv(K, BLOCK_K)
+    epoch = 0
+    if SEGMENTS:
+        epoch = gl.load(epoch_word) + counted
+    else:
+        tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     gl.warp_specialize(
         [
             (_consume, (
-                a_ring, b_ring, c, bias, buffers, full, empty, order, M, N, k_steps, group_m, BLOCK_M, BLOCK_N,
-                NUM_PROGRAMS, STAGES, HALVES, PARTS, HEAD, A_TRANSPOSED, B_TRANSPOSED, HAS_BIAS, ACCUMULATE, 0,
+                a_ring, b_ring, c, bias, buffers, full, empty, order, M, N, k_steps, group_m, tiles, table,
+                flags, counters, epoch, BLOCK_M, BLOCK_N, NUM_PROGRAMS, STAGES, HALVES, PARTS, HEAD, A_TRANSPOSED,
+                B_TRANSPOSED, HAS_BIAS, ACCUMULATE, SEGMENTS, ALONG_N, WAIT, 0,
             )),
             (_consume, (
-                a_ring, b_ring, c, bias, buffers, full, empty, order, M, N, k_steps, group_m, BLOCK_M, BLOCK_N,
-                NUM_PROGRAMS, STAGES, HALVES, PARTS, HEAD, A_TRANSPOSED, B_TRANSPOSED, HAS_BIAS, ACCUMULATE, 1,
+                a_ring, b_ring, c, bias, buffers, full, empty, order, M, N, k_steps, group_m, tiles, table,
+                flags, counters, epoch, BLOCK_M, BLOCK_N, NUM_PROGRAMS, STAGES, HALVES, PARTS, HEAD, A_TRANSPOSED,
+                B_TRANSPOSED, HAS_BIAS, ACCUMULATE, SEGMENTS, ALONG_N, WAIT, 1,
             )),
             (_produce, (
-                a, b, a_ring, b_ring, full, empty, M, N, k_steps, group_m, BLOCK_M, BLOCK_N, BLOCK_K, NUM_PROGRAMS,
-                STAGES, HALVES, A_TRANSPOSED, B_TRANSPOSED,
+                a, b, a_ring, b_ring, full, empty, M, N, k_steps, group_m, tiles, table, flags, counters, epoch, status,
+                bound, BLOCK_M, BLOCK_N, BLOCK_K, NUM_PROGRAMS, STAGES, HALVES, A_TRANSPOSED, B_TRANSPOSED,
+                SEGMENTS, ALONG_N, WAIT,
             )),
         ],
         [4, 1],

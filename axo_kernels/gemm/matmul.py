@@ -436,14 +436,16 @@ def launch_grouped(
     product: Product,
     config: Config,
     accumulate: bool,
+    **meeting: Any,
 ) -> Prepared:
-    """Launch the kernel for Hopper (hopper.py)."""
+    """Launch the kernel for Hopper (hopper.py); ``meeting``: where it meets a stream, its arguments for that, with how
+    many programs it has."""
     from axo_kernels.gemm import hopper
 
     left, right, out = _matrix(left), _matrix(right), _matrix(out)
     rows = config.block_m if config.groups == "pingpong" else config.block_m // 2
     units = devices.target_of(left.device).units
-    tiles = math.ceil(product.m / config.block_m) * math.ceil(product.n / config.block_n)
+    tiles = meeting.get("tiles", math.ceil(product.m / config.block_m) * math.ceil(product.n / config.block_n))
     a_transposed, b_transposed = left.stride(-1) != 1, right.stride(-1) != 1
     described = [
         hopper.descriptor(left.mT if a_transposed else left, hopper.block(rows, config.block_k, a_transposed)),
@@ -457,11 +459,11 @@ def launch_grouped(
         "STAGES": config.stages, "PINGPONG": config.groups == "pingpong", "PARTS": config.parts,
         "A_TRANSPOSED": a_transposed, "B_TRANSPOSED": b_transposed, "HAS_BIAS": bias is not None,
         "ACCUMULATE": accumulate, "num_warps": config.warps, "maxnreg": hopper.REGISTERS,
-    }  # fmt: skip
-    numbers = (product.m, product.n, product.k, config.group_m)
+    } | meeting  # fmt: skip
+    numbers, programs = (product.m, product.n, product.k, config.group_m), min(tiles, options["NUM_PROGRAMS"])
     prepared = _prepared(
-        hopper.hopper_matmul_kernel, min(tiles, units), (left, right, out), described, numbers, options, False
-    )
+        hopper.hopper_matmul_kernel, programs, (left, right, out), described, numbers, options, False
+    )  # fmt: skip
     prepared(left, right, out, None if bias is None else bias.resolve_neg().contiguous())
     return prepared
 

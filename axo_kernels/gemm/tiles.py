@@ -79,9 +79,12 @@ TARGETS = {
 CPU_TARGET = Target("cpu", 4, 1 << 30)
 _GROUPS = ("", "pingpong", "shared")
 _NUMBERS = (  # of a configuration: field, least
-    *((name, 1) for name in ("block_m", "block_n", "block_k", "group_m", "warps", "stages", "parts", "split_k")),
-    *((name, 0) for name in ("waves_per_eu", "nonkdim")),
+    *((name, 1) for name in ("block_m", "block_n", "block_k", "group_m", "warps", "stages", "split_k")),
+    ("waves_per_eu", 0),
 )
+_CHOICES = {
+    "descriptors": (False, True), "flatten": (False, True), "groups": _GROUPS, "parts": (1, 2), "nonkdim": (0, 16, 32),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ class Config:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{owner}: config has {name}={value!r}; use a whole number of at least {least}")
-        for name, allowed in (("descriptors", (False, True)), ("flatten", (False, True)), ("groups", _GROUPS)):
+        for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if type(value) is not type(allowed[0]) or value not in allowed:
                 raise ValueError(f"{owner}: config has {name}={value!r}; use one of {', '.join(map(repr, allowed))}")
@@ -442,6 +445,8 @@ HOPPER = tuple(
 # The one of them that a plain product takes where nobody has tuned. None until a GPU has trusted it: the results of a
 # run of bench.kernels there, whose verdict on the kernel for Hopper is True, are committed with HOPPER[0] here.
 HOPPER_DEFAULT: Config | None = None
+# Whether the tuner also tries that kernel where a product meets a stream at flags: not until a GPU has trusted it.
+HOPPER_FLAGS = False
 
 
 def hopper_default(
@@ -482,7 +487,11 @@ def fused_candidates(target: Target, product: Product, descriptors: bool) -> lis
             config = replace(default, block_m=block_m, block_n=block_n, warps=warps)
             if config.fits(target, product.dtype):
                 estimates[config] = estimate(config, product, target)
-    return sorted(estimates, key=lambda config: -estimates[config])
+    grouped = HOPPER if HOPPER_FLAGS and descriptors else ()
+    return [
+        *sorted(estimates, key=lambda config: -estimates[config]),
+        *(config for config in grouped if config.group_m == 8 and config.fits(target, product.dtype)),
+    ]
 
 
 def estimate(config: Config, product: Product, target: Target) -> float:

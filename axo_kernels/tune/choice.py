@@ -11,6 +11,7 @@ import torch
 from axo_kernels import device as devices
 from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.fused.strategies import STRATEGIES, unreachable
+from axo_kernels.gemm import tiles
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, relayout, stored_shapes
 from axo_kernels.gemm.matmul import describable
 from axo_kernels.gemm.tiles import Config, fused_candidates, tried
@@ -111,6 +112,8 @@ def usable(choice: Choice, product: Product, device: torch.device) -> bool:
     """Say whether a choice read from disk can run here at all; one that cannot is a miss."""
     if choice.backend == "triton" and not devices.runs_triton(device):
         return False
+    if choice.strategy == "signal" and choice.config is not None and choice.config.groups and not tiles.HOPPER_FLAGS:
+        return False
     return choice.config is None or choice.config.fits(devices.target_of(device), product.dtype)
 
 
@@ -183,9 +186,10 @@ def fused_choices(
     if device.type == "cuda" and devices.runs_triton(device):
         target = devices.target_of(device)
         fit = [cap for cap in caps or (0,) if target.units > (cap + held if cap else reserved)]
-        for config in fused_candidates(target, whole, _described(whole))[:_FUSED_TILES]:
+        configs = fused_candidates(target, whole, _described(whole))
+        for config in [*configs[:_FUSED_TILES], *(each for each in configs[_FUSED_TILES:] if each.groups)]:
             signal = Choice("triton", product.layout, config, "signal")
-            if "push" not in missing:
+            if "push" not in missing and not config.groups:
                 choices.append(replace(signal, strategy="push"))
             choices += [replace(signal, chunks=chunks, channels=cap) for chunks in counts for cap in fit]
             if fit and "windows" not in missing:

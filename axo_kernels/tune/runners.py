@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from axo_kernels.comm.adapters import SoloCommunicator
 from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.device import target_of
 from axo_kernels.fused.fp8 import run_all_gather_fp8
@@ -161,6 +162,18 @@ def way_of(choice: Choice, stored: str) -> FusedPlan:
     multiply = None if own or choice.is_torchs(stored) else runner(choice, stored)
     config = choice.config if own else None
     return FusedPlan(choice.strategy, choice.chunks, config, multiply, choice.channels, choice.windows)
+
+
+def run_alone(
+    operation: str, gather: str, comm: FusedCommunicator, stored: str, choice: Choice, operands: list[torch.Tensor]
+) -> None:
+    """Run this rank's part of a fused operation, in which no peer waits for it: what fails of it fails here."""
+    like = comm.windowed() if choice.windows else comm.capped(choice.channels)
+    alone = SoloCommunicator(comm.timeout, like)
+    run_fused(operation, gather, alone, stored, choice, operands)
+    if operands[0].is_cuda:
+        torch.cuda.synchronize(operands[0].device)
+    alone.poll()
 
 
 def run_fused(

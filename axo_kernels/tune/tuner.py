@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ from axo_kernels.tune.choice import (
     usable,
 )
 from axo_kernels.tune.error_line import in_a_line
-from axo_kernels.tune.runners import SHORTEST, Runner, run_fused, runner
+from axo_kernels.tune.runners import SHORTEST, Runner, run_alone, run_fused, runner
 from axo_kernels.tune.timing import paired, relative_error
 from axo_kernels.tune.trust import Trust
 
@@ -199,6 +200,7 @@ class Tuner:
             partial(run_fused, operation, gather, ranks, product.layout),
             lambda choice: choice.strategy != "push" or push,
             ranks,
+            partial(run_alone, operation, gather, ranks, product.layout),
         )
 
     # The decision.
@@ -219,6 +221,7 @@ class Tuner:
         run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
         possible: Callable[[Choice], bool] = lambda choice: True,
         on: FusedCommunicator | None = None,
+        alone: Callable[[Choice, list[torch.Tensor]], object] | None = None,
     ) -> Choice:
         decided = self._choices.get(name)
         if decided is not None:
@@ -236,7 +239,8 @@ class Tuner:
         if choice is not None and not possible(choice):
             choice = None
         if choice is None and self.mode == "first-step":
-            choice = self._measure(name, product, device, list_candidates(), run, on)
+            with on.trial(device) if on is not None else nullcontext():
+                choice = self._measure(name, product, device, list_candidates(), run, on, alone)
             if self.comm is None or self.comm.rank == 0:
                 self.cache(device).put({name: choice.to_json()})
         chosen = self._choices[name] = choice or Choice("vendor", product.layout)
@@ -255,6 +259,7 @@ class Tuner:
         choices: list[Choice],
         run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
         on: FusedCommunicator | None,
+        alone: Callable[[Choice, list[torch.Tensor]], object] | None = None,
     ) -> Choice:
         """Check every candidate against the first (torch's own), time those that are right, return the fastest."""
         self.measured += 1
@@ -268,7 +273,7 @@ class Tuner:
             right = [choices[0]]
             for index, choice in enumerate(choices[1:], 1):
                 self._tell(index, len(choices), f"{name}: {choice.name}")
-                why = self._complaint(choice, product, operands, reference, run, device, on)
+                why = self._complaint(choice, product, operands, reference, run, device, on, alone)
                 if why:
                     self.left_out.append(LeftOut(name, choice.name, why))
                     if on is not None and choice.strategy == "push":
@@ -306,30 +311,41 @@ class Tuner:
         run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
         device: torch.device,
         on: FusedCommunicator | None = None,
+        alone: Callable[[Choice, list[torch.Tensor]], object] | None = None,
     ) -> str:
-        """Run a candidate once; says why it is not to be timed: it fails, or is wrong, on any rank. Those that wait for
-        a rank in which it fails do so for their time limit.
+        """Run a candidate once, of a fused operation first each rank ``alone``: nobody is to wait for one that fails;
+        says why it is not to be timed: it fails, or is wrong, on any rank.
 
         Raises:
             RuntimeError: The device has stopped working in it.
         """
-        why = ""
-        try:
+
+        def by_itself() -> str:
             why = self._kernel_complaint(choice, product, device)
-            if not why:
-                error, limit = relative_error(run(choice, operands), reference), _APART_LIMITS[reference.dtype]
-                if on is not None:
-                    on.poll()  # a kernel that gave up tells more than the numbers
-                why = "" if error < limit else f"off by {error:.1e}"
-        except Exception as error:
-            why = in_a_line(error)
-        if why and device.type == "cuda":
+            if not why and alone is not None:
+                alone(choice, operands)
+            return why
+
+        def with_others() -> str:
+            error, limit = relative_error(run(choice, operands), reference), _APART_LIMITS[reference.dtype]
+            if on is not None:
+                on.poll()  # a kernel that gave up tells more than the numbers
+            return "" if error < limit else f"off by {error:.1e}"
+
+        for look in (by_itself, with_others):
+            why = ""
             try:
-                torch.cuda.synchronize(device)
+                why = look()
             except Exception as error:
-                raise RuntimeError(f"the device has stopped working in '{choice.name}': {why}") from error
-        agreed = self._together([1.0 if why else 0.0])[0] == 0.0
-        return "" if agreed else why or "it failed, or was wrong, on another rank"
+                why = in_a_line(error)
+            if why and device.type == "cuda":
+                try:
+                    torch.cuda.synchronize(device)
+                except Exception as error:
+                    raise RuntimeError(f"the device has stopped working in '{choice.name}': {why}") from error
+            if self._together([1.0 if why else 0.0])[0]:
+                return why or "it failed, or was wrong, on another rank"
+        return ""
 
     def _together(self, values: list[float]) -> list[float]:
         return values if self.comm is None else self.comm.maximum(values)

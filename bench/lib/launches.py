@@ -7,6 +7,7 @@ So what is launched is written once. Results are nobody's business here: operand
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -38,6 +39,10 @@ TRIAL_SIZES: tuple[tuple[int, int, int], ...] = (
     (512, 768, 1024), (128, 256, 64), (2048, 2048, 1024), (2048, 3072, 512), (4096, 4096, 4096),
     (1000, 1016, 1032), (8, 8, 8), (3000, 5000, 1032),
 )  # fmt: skip
+# Where that kernel meets a stream: collectives; m, n and k over four ranks, and chunks, which are whole tiles of all of
+# HOPPER. bench.overlap has twice as many chunks too, for which the kernel is compiled anew.
+MEETINGS = (("all_reduce", "NT"), ("all_gather", "NT"), ("reduce_scatter", "TN"))
+MEETING_SIZES, MEETING_CHUNKS = (4096, 8192, 1024), 4
 # Of the fused products: collective, layout, sizes, ranks, chunks (bench.kernels' sections, and bench.overlap's shapes).
 FUSED = (
     *((collective, layout, (1792, 3584, 1024), 4, chunks)
@@ -107,7 +112,11 @@ def _tile(product: Product, config: Config | None, device: torch.device, accumul
 def hopper_launches(
     device: torch.device, layouts: Iterable[str] = LAYOUTS, sizes: Iterable[tuple[int, int, int]] = TRIAL_SIZES
 ) -> Iterator[Launch]:
-    """The kernel for Hopper as :class:`axo_kernels.tune.trust.Trust` looks at it."""
+    """The kernel for Hopper as :class:`axo_kernels.tune.trust.Trust` looks at it, and where it meets a stream."""
+    for (collective, layout), chunks in itertools.product(MEETINGS, (MEETING_CHUNKS, 2 * MEETING_CHUNKS)):
+        for config in HOPPER if layout in layouts else ():
+            name = f"{collective} {layout} {config.name} in {chunks}"
+            yield Launch(name, 1.5, partial(_fused, collective, layout, MEETING_SIZES, 4, chunks, device, config))
     for layout in layouts:
         for m, n, k in sizes:
             product = Product(layout, m, n, k, torch.bfloat16)
@@ -133,7 +142,13 @@ def _operands(product: Product, device: torch.device) -> list[torch.Tensor]:
 
 
 def _fused(
-    collective: str, layout: str, sizes: tuple[int, int, int], size: int, chunks: int, device: torch.device
+    collective: str,
+    layout: str,
+    sizes: tuple[int, int, int],
+    size: int,
+    chunks: int,
+    device: torch.device,
+    config: Config | None = None,
 ) -> None:
     m, n, k = sizes
     comm = SimulatedCommunicator(size, 1e12, device)
@@ -143,7 +158,8 @@ def _fused(
     workspace.flags.fill_(1)
     a, b = _operands(product, device)
     out = torch.empty((m, n), dtype=product.dtype, device=device)
-    SegmentedProduct(product, workspace, comm).launch(a, b, out, along_n=collective == "all_gather")
+    product_in_segments = SegmentedProduct(product, workspace, comm, config=config)
+    product_in_segments.launch(a, b, out, along_n=collective == "all_gather")
 
 
 def _pushed(device: torch.device) -> None:

@@ -1,53 +1,29 @@
-"""Copies what comes in to the screen and to the end of a file that stays small: ``... | python -m bench.lib.log FILE``.
+"""What a process and all that it starts say, on the screen and in a file.
 
-Compilers and drivers tell what is wrong on the screen alone, and a leased machine keeps no screen. Of what is too much
-(a compiler may print whole programs) the beginning and the end stay. A process of its own, without torch, so that what
-a killed bench had said is in the file.
+Compilers and drivers tell what is wrong on the screen alone, and a leased machine keeps no screen. The copy is made by
+a process of its own (``tee``), so that what a killed bench had said is in the file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 MOST = 12 << 20  # bytes: machines that are lent give back files of 16 MiB
 
 
-def copy(path: Path, most: int = MOST) -> None:
-    """Copy standard input to its end."""
-    with path.open("ab+") as file:
-        while piece := os.read(0, 1 << 16):
-            with contextlib.suppress(OSError):  # nobody may be looking any more
-                os.write(1, piece)
-            file.write(piece)
-            file.flush()
-            if file.seek(0, os.SEEK_END) > most:
-                _shorten(file, most)
-
-
-def _shorten(file: BinaryIO, most: int) -> None:
-    """Keep the first and the last quarter of what a file may hold."""
-    size, part = file.tell(), most // 4
-    file.seek(0)
-    first = file.read(part)
-    file.seek(size - part)
-    last = file.read()
-    file.truncate(0)
-    file.write(first + f"\n... {size - 2 * part} bytes left out ...\n".encode() + last)
-    file.flush()
-
-
 @contextlib.contextmanager
-def logged(path: Path) -> Iterator[None]:
-    """In this block, what this process and all that it starts say goes to the screen and into a file."""
-    module = __spec__.name if __spec__ else "bench.lib.log"
-    log = subprocess.Popen([sys.executable, "-m", module, str(path)], stdin=subprocess.PIPE)
+def logged(path: Path, most: int = MOST) -> Iterator[None]:
+    """In this block, what this process and all that it starts say goes to the screen and to the end of a file.
+
+    Of what is too much (a compiler may print whole programs) the first and the last quarter of ``most`` bytes stay.
+    """
+    # in a session of its own: it ends when all that it listens to has, not by their signals
+    log = subprocess.Popen(["tee", "-pa", str(path)], stdin=subprocess.PIPE, start_new_session=True)
     assert log.stdin is not None
     sys.stdout.flush()
     sys.stderr.flush()
@@ -70,9 +46,7 @@ def logged(path: Path) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that was left behind may still hold the pipe
             log.wait(timeout=5)
-
-
-if __name__ == "__main__":
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, signal.SIG_IGN)  # it ends when all that it listens to has
-    copy(Path(sys.argv[1]))
+        if len(said := path.read_bytes()) > most:
+            part = most // 4
+            told = f"\n... {len(said) - 2 * part} bytes left out ...\n".encode()
+            path.write_bytes(said[:part] + told + said[-part:])

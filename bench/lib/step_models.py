@@ -7,7 +7,7 @@ are counted from what a projection gives. Every contestant starts from the same 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,24 +76,6 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-class Part(nn.Module):
-    """A stage of the transformer: its share of the blocks, the embedding in the first, norm and head in the last."""
-
-    def __init__(self, whole: Transformer, stage: int, stages: int, sizes: Sizes) -> None:
-        super().__init__()
-        self.recompute, self.autocast = sizes.recompute, sizes.precision == "bf16-mixed"
-        self.embed = whole.embed if stage == 0 else nn.Identity()
-        self.blocks = whole.blocks[stage * sizes.layers // stages : (stage + 1) * sizes.layers // stages]
-        self.after = nn.Sequential(whole.norm, whole.head) if stage == stages - 1 else nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
-            x = self.embed(x)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-            return self.after(x)
-
-
 def serial(sizes: Sizes, device: torch.device, share: int = 1) -> Transformer:
     """The model with everybody's initial weights, drawn on the device: a CPU needs ten seconds for a large one's."""
     torch.manual_seed(0)
@@ -141,42 +123,6 @@ class Contestant:
         self._optimizer.step()
         self.model.zero_grad(set_to_none=True)
         return loss.detach()
-
-
-class Staged(Contestant):
-    """A contestant in stages: ``schedule`` takes the rows of all micro-batches; the loss is the sum of theirs."""
-
-    def __init__(self, name: str, stage: Any, schedule: Any, sizes: Sizes) -> None:
-        super().__init__(name, stage.submod, sizes)
-        self._schedule, self._stages = schedule, stage.num_stages
-
-    def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """One optimizer step; the loss times the number of stages on the last, zero on others: the mean is the loss."""
-        losses: list[torch.Tensor] = []
-        self._schedule.step(ids, target=targets, losses=losses)
-        self._optimizer.step()
-        self.model.zero_grad(set_to_none=True)
-        return self._stages * torch.stack(losses).sum().detach() if losses else ids.new_zeros((), dtype=torch.float32)
-
-
-def _micro_batch(sizes: Sizes) -> dict[str, Any]:
-    """What stages are made for: one row."""
-    hidden = torch.empty(1, sizes.seq_len, sizes.hidden, device="meta", requires_grad=True)
-    return {"input_args": hidden, "output_args": hidden}
-
-
-def _row_loss(sizes: Sizes) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    return lambda logits, targets: F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / sizes.rows
-
-
-def axo_stages(name: str, sizes: Sizes, comms: Any) -> Contestant:
-    """Axo's stages, by torch's 1F1B."""
-    import axo
-
-    model = axo_model(sizes, comms)
-    stage = axo.pipeline.Stage(Part(model, comms.stage, comms.stages, sizes), comms, **_micro_batch(sizes))
-    schedule = axo.pipeline.schedule("1f1b", [stage], microbatches=sizes.rows, loss=_row_loss(sizes), mean=False)
-    return Staged(name, stage, schedule, sizes)
 
 
 def axo_model(sizes: Sizes, comms: Any, overlap: Any = None) -> Transformer:
@@ -254,24 +200,11 @@ def dtensor(sizes: Sizes, group: Any, device: torch.device) -> tuple[nn.Module, 
     return model, True
 
 
-def torch_stages(name: str, sizes: Sizes, group: Any, device: torch.device) -> Contestant:
-    """torch's own stages, by the same schedule."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    part = Part(serial(sizes, device), rank, ranks, sizes)
-    stage = PipelineStage(part, rank, ranks, device, **_micro_batch(sizes), group=group)
-    schedule = Schedule1F1B(stage, sizes.rows, loss_fn=_row_loss(sizes), scale_grads=False)
-    return Staged(name, stage, schedule, sizes)
-
-
 RIVALS = {"z": ("FSDP2", fsdp2), "x": ("DTensor", dtensor), "data": ("DDP", ddp)}
 
 
 def rival(axis: str, sizes: Sizes, transport: str, group: Any, device: torch.device) -> Contestant:
     """torch's scheme over one transport."""
-    if axis == "pipeline":
-        return torch_stages(f"stages {transport}", sizes, group, device)
     name, build = RIVALS[axis]
     model, autocast = build(sizes, group, device)
     return Contestant(f"{name} {transport}", model, sizes, autocast=autocast)
@@ -280,11 +213,8 @@ def rival(axis: str, sizes: Sizes, transport: str, group: Any, device: torch.dev
 def alone(axis: str, ranks: int, sizes: Sizes, device: torch.device) -> Contestant:
     """The same work of one rank without communication, in plain torch.
 
-    For x the model has a part of the heads and of the inner width; for z the optimizer has a part of the weights; for
-    stages it has a part of the blocks, the embedding and the head.
+    For x the model has a part of the heads and of the inner width; for z the optimizer has a part of the weights.
     """
-    if axis == "pipeline":
-        sizes = replace(sizes, layers=max(1, sizes.layers // ranks))
     share = ranks if axis == "x" else 1
     model = serial(sizes, device, share)
 

@@ -26,6 +26,7 @@ _TUNED_WORST, _TUNED_MEAN = 0.99, 1.00
 _FP8, _ROUNDED = 1.5, 1.0  # of twice the peak; worth its rounding
 _HIDDEN = ((0.2, 0.5), (0.4, 0.7), (0.8, 0.8))
 _SLOWER = 1.01
+_MEETING = 0.95
 _WAVE = 128 * 256
 
 
@@ -103,7 +104,8 @@ def overlap(rows: Iterable[Row], operations: Iterable[str], shapes: Iterable[tup
                 verdicts |= line(f"{what} hides", hidden, goal)
                 verdicts |= line(f"{graph} hides", replayed, goal)
                 verdicts |= line(f"{what} over serial", slower, _SLOWER, at_most=True)
-    return verdicts
+    ratios = [row["gemm_ms"] / row["own_ms"] for row in rows if row["strategy"] == "groups" and row["own_ms"]]
+    return verdicts | line("Gluon that meets a stream, flags set, of torch", _mean(ratios), _MEETING, len(ratios))
 
 
 _NOT = "not measured"

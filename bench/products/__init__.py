@@ -1,7 +1,7 @@
 """The distributed products of the field by name, beside those that Axo's layers train with; all on one interface.
 
 algorithms["cannon"]     an ``axo.matmul.Algorithm``; a new one is a file here and a line below
-axo bench products       which moves least, and which is fastest (``__main__``; ``times``: by the clock)
+axo bench products       which moves least
 """
 
 from axo.matmul import Algorithm

@@ -1,14 +1,10 @@
-"""Which distributed product moves least, and which is fastest? Every algorithm of ``algorithms``, alike.
+"""Which distributed product moves least? Every algorithm of ``algorithms``, alike.
 
     axo bench products                                        # counts: arithmetic, in a second
     axo bench products --plot docs/img/products.png           # and a picture of volume against shape
-    axo bench products --measure 4 --limit 50M --shapes 384x384x384,512x128x256     # timed on CPU ranks, checked
 
 ``calls``, ``deliveries`` and ``volume`` are of one forward and one backward pass over all ranks; volume is in units of
 m*n elements of C, memory in units of (m k + k n + m n) / p.
-
-With ``--measure`` every algorithm runs on all its grids (its best, if it takes any) in turns; ``--limit`` holds what
-leaves a rank to a rate. ``ms`` is with overlap, ``blocking`` without (``times.py``).
 """
 
 from __future__ import annotations
@@ -27,15 +23,8 @@ from ..lib.picture import panels
 from . import algorithms
 
 SHAPES = {"square": Shape(4096, 4096, 4096), "tall": Shape(65536, 4096, 4096), "flat": Shape(1024, 4096, 16384)}
-TIMED = {
-    "square": Shape(384, 384, 384),
-    "tall": Shape(1024, 128, 256),
-    "flat": Shape(128, 256, 1024),
-    "deep": Shape(256, 1024, 128),
-}
-_CASE = {"ranks": "d", "shape": "s", "algorithm": "s", "grid": "s"}
-COLUMNS = _CASE | {"calls": "d", "deliveries": "d", "volume": ".2f", "memory": ".2f"}
-MEASURED = _CASE | {"ms": ".1f", "blocking": ".1f", "#wrong": "d"}
+COLUMNS = {"ranks": "d", "shape": "s", "algorithm": "s", "grid": "s", "calls": "d", "deliveries": "d"}
+COLUMNS |= {"volume": ".2f", "memory": ".2f"}
 
 
 def grids_of(algorithm: Algorithm, ranks: int) -> list[Grid]:
@@ -79,30 +68,6 @@ def rows(options: argparse.Namespace, shapes: dict[str, Shape]) -> Iterator[dict
         }  # fmt: skip
 
 
-def measure(options: argparse.Namespace, shapes: dict[str, Shape], header: dict[str, Any]) -> int:
-    """Time every algorithm on its grids; return how many elements were wrong."""
-    from axo.launch import launch_local
-
-    from ..lib.table import Table
-    from .times import Case, Link, times
-
-    cases = []
-    for shape in shapes.values():
-        for name, algorithm in algorithms.items():
-            grids = grids_of(algorithm, options.measure)
-            if len(grids) > 3:  # it takes any
-                grids = [best for best in [best_grid(algorithm, options.measure, shape)] if best]
-            cases += [Case(name, str(grid), shape) for grid in grids]
-    link = Link(options.ranks_per_host if options.limit else 0, options.limit)
-    measured = launch_local(times, options.measure, cases, link, options.rounds)
-    table = Table(MEASURED, options.json, header | {"limit": options.limit})
-    for case, row in zip(cases, measured, strict=True):
-        sizes = "x".join(map(str, case.shape))
-        where = {"ranks": options.measure, "shape": sizes, "algorithm": case.algorithm, "grid": case.grid}
-        table.add(**where, ms=row["overlapped"], blocking=row["blocking"], **{"#wrong": row["#wrong"]})
-    return sum(row["#wrong"] for row in measured)
-
-
 def plot(path: Path, ranks: int) -> None:
     """Volume against m / n for k = n, an algorithm a line; below, who moves least for each pair of m / k and n / k."""
     base, aspects = 4096, [2.0**e for e in range(-5, 7)]
@@ -140,41 +105,32 @@ def plot(path: Path, ranks: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the bench; returns 1 when a product is wrong."""
+    """Run the bench."""
     import torch
 
-    from ..lib.arguments import Parser, numbers, rate
+    from ..lib.arguments import Parser, numbers
     from ..lib.table import Table, environment
 
     parser = Parser("axo bench products", __doc__, json=True)
     parser.add_argument("--ranks", default="4,8,16,27,64", help="comma-separated")
     parser.add_argument("--shapes", default=None, help="MxKxN, several by commas; default: square, tall, flat")
-    parser.add_argument("--measure", type=int, default=0, metavar="RANKS", help="time it on this many local ranks")
-    parser.add_argument("--limit", type=rate, default=0.0, help="with --measure: bytes a second that leave a host: 50M")
-    parser.add_argument("--ranks-per-host", type=int, default=1, help="with --limit: ranks that play one host")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--plot", type=Path, default=None)
     options = parser.parse_args(arguments)
     options.ranks = numbers("--ranks", options.ranks)
-    shapes = TIMED if options.measure else SHAPES
+    shapes = SHAPES
     if options.shapes:
         try:
             given = [Shape(*(int(size) for size in text.split("x"))) for text in options.shapes.split(",")]
         except (TypeError, ValueError):
             parser.error(f"--shapes {options.shapes} is not of the form MxKxN,MxKxN")
         shapes = {"": given[0]} if len(given) == 1 else {str(index): shape for index, shape in enumerate(given)}
-    header = environment(torch.device("cpu")) | {"bench": "products"}
-    wrong = 0
-    if options.measure:
-        wrong = measure(options, shapes, header)
-    else:
-        table = Table(COLUMNS, options.json, header)
-        for row in rows(options, shapes):
-            table.add(**row)
+    table = Table(COLUMNS, options.json, environment(torch.device("cpu")) | {"bench": "products"})
+    for row in rows(options, shapes):
+        table.add(**row)
     if options.plot:
         plot(options.plot, max(options.ranks))
         print(options.plot, file=sys.stderr)
-    return int(wrong > 0)
+    return 0
 
 
 if __name__ == "__main__":

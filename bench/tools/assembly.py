@@ -29,9 +29,11 @@ _RELEASE = {
 
 
 def complaints(
-    text: str, kernel: str, target: Target, dtype: str, precision: str, descriptors: bool, bias_loads: int = 0
-) -> tuple[dict[str, int], list[str]]:
-    """Return instruction counts and what is missing; ``bias_loads``: how many loads of a bias a thread may make."""
+    text: str, kernel: str, target: Target, dtype: str, precision: str, descriptors: bool, bias_loads: int = 0,
+    grouped: bool = False,
+) -> tuple[dict[str, int], list[str]]:  # fmt: skip
+    """Return instruction counts and what is missing; ``bias_loads``: how many loads of a bias a thread may make;
+    ``grouped``: the kernel for Hopper."""
     key = "nvidia" if target.nvidia else target.arch
     wrong = []
     matrix = _MATRIX.get(target.arch, "v_mfma")
@@ -63,6 +65,9 @@ def complaints(
     if kernel in ("signal", "push", "sum") and target.nvidia:
         if not re.search(r"atom\.global\.(gpu\.acq_rel|acq_rel\.gpu)\.add", text):
             wrong.append("no acquire-release count of finished tiles on this GPU")
+    if grouped:
+        wrong += meeting_complaints(text, kernel)
+        kernel = f"{kernel} of groups"
     orders, allowed = len(re.findall(_SYSTEM[key], text)), 1 if is_flag_writer else _ORDERS.get(kernel, 0)
     if orders > allowed:
         wrong.append(f"{orders} orders at system scope, expected at most {allowed}")
@@ -77,6 +82,40 @@ def complaints(
     if precision != "tf32" and (narrow := narrow_copies(text)):
         wrong.append(f"{narrow} copies to shared memory that are narrower than they need be")
     return counts, wrong
+
+
+def meeting_complaints(ptx: str, kernel: str) -> list[str]:
+    """What is out of its order in the PTX of the kernel for Hopper where it waits for flags, or sets them.
+
+    The flag is read, with acquire at system scope, by the warp that loads, which has 24 registers, and nowhere else;
+    behind it stands the proxy fence, and behind that the first bulk load. A flag is released by a group behind the bulk
+    store, the wait for its end (not for its buffer alone), a barrier of the group's threads, and the count.
+    """
+    if kernel not in ("wait", "signal"):
+        return []
+    events = "".join(_EVENTS[found.lastgroup] for found in re.finditer(_EVENT, ptx) if found.lastgroup)
+    if kernel == "wait":
+        in_order = bool(re.fullmatch(r"[^al]*p[^al]*a+[^al]*f[^al]*l+[^al]*", events))
+        return [] if in_order else ["the flag, the proxy fence and the bulk loads stand in another order"]
+    released = re.findall(r"[^r]*r", events)
+    in_order = len(released) == 2 and all(re.search(r"sob+cb*r$", each) for each in released)
+    return [] if in_order else ["a group's store, its end, barrier, count and release stand in another order"]
+
+
+# What meeting_complaints looks for in PTX, and its letter.
+_PTX = {
+    "producer": r"setmaxnreg\.dec\.sync\.aligned\.u32\s+24;",
+    "acquire": r"ld\.global\.(?:sys\.acquire|acquire\.sys)",
+    "fence": r"fence\.proxy\.async\.global",
+    "load": r"cp\.async\.bulk\.tensor\S*\.shared::c\w+\.global\b",
+    "store": r"cp\.async\.bulk\.tensor\S*\.global\.shared::cta",
+    "over": r"cp\.async\.bulk\.wait_group\s+0",
+    "barrier": r"bar\.sync\s+\d+, 128;",
+    "count": r"atom\.global\.(?:gpu\.acq_rel|acq_rel\.gpu)\.add",
+    "release": r"atom\.global\.(?:sys\.release|release\.sys)\.exch",
+}
+_EVENTS = {name: name[0] for name in _PTX}
+_EVENT = "|".join(f"(?P<{name}>{pattern})" for name, pattern in _PTX.items())
 
 
 def grouped_complaints(sass: str, accumulate: bool) -> list[str]:
@@ -172,6 +211,7 @@ _COPIES = {True: ("cp.async.bulk.tensor", "cp.async."), False: ("global_load", "
 #           part, and a flag for each of two copies
 #   wait    one entry less; what it reports when a wait gives up are three words. On AMD the compiler reads the epoch
 #           once for all threads and stores the three words at once, and the two reads of a flag are loads like others
+#   of groups (gemm/hopper.py): each has a part of its own, and so has who loads; a chunk that has not come is marked
 #   keep    loads the epoch and three entries of a segment; AMD's, the epoch for all threads at once
 #   combine loads the bias
 #   goldfish (axo/nn) loads 13 windows of two tokens, each of which begins anywhere, and stores two bytes; AMD's, one
@@ -180,6 +220,8 @@ _BESIDE = {
         "signal": (8, 0),
         "push": (10, 0),
         "wait": (7, 3),
+        "signal of groups": (17, 0),
+        "wait of groups": (16, 4),
         "combine": (1, 0),
         "goldfish": (26, 1),
         "sum": (5, 6),
@@ -196,6 +238,7 @@ _SYSTEM = {
     "gfx950": r"\bbuffer_(?:wbl2|inv) sc0 sc1",
 }
 _ORDERS = {"signal": 1, "push": 1, "wait": 3, "flags": 3, "sum": 8, "keep": 1}
+_ORDERS |= {"signal of groups": 2, "wait of groups": 3}
 _WIDE = {True: r"\.(?:v4\.b32|v2\.b64)", False: r"_dwordx[24]"}
 _LOAD = {True: r"\bld\.global(?!\.sys)[.\w]*", False: r"\b(?:global|buffer)_load_\w+"}
 _STORE = {True: r"\bst\.global[.\w]*", False: r"\b(?:global|buffer)_store_\w+"}

@@ -184,6 +184,8 @@ def _of(target: Target, dtype: str, precision: str) -> Iterator[Case]:
         for config in HOPPER:
             for layout in LAYOUTS:
                 yield Case("matmul", layout, dtype, target.arch, config)
+                if config.group_m == 8:  # which is no constant of the code
+                    yield Case("signal" if layout == "TN" else "wait", layout, dtype, target.arch, config)
             yield Case("accumulate", "TN", dtype, target.arch, accumulating(config))
     if dtype == "bf16":
         yield Case("combine", "", dtype, target.arch, replace(default_config(target, DTYPES[dtype], False), split_k=4))
@@ -225,8 +227,9 @@ def compile_case(case: Case) -> Outcome:
         adds = target.nvidia and not plain and constants["HAS_BIAS"]
         bias_loads = case.config.block_n // (8 if constants["ACTIVATION"] == "silu_gate" else 4) if adds else 0
         counts, wrong = complaints(
-            text, case.kernel, target, case.dtype, case.precision, case.config.descriptors, bias_loads
-        )
+            text, case.kernel, target, case.dtype, case.precision, case.config.descriptors, bias_loads,
+            bool(case.config.groups),
+        )  # fmt: skip
         outcome.instructions.update(counts)
         outcome.wrong += wrong
         outcome.registers, outcome.spilled = _resources(kernel, target)
@@ -277,7 +280,7 @@ def _defaults() -> frozenset[Case]:
 def _kernel_names(case: Case) -> tuple[str, ...]:
     if case.kernel == "flags":
         return ("wait_flag_kernel", "write_flag_kernel")
-    if case.kernel in ("wait", "signal", "push"):
+    if case.kernel in ("wait", "signal", "push") and not case.config.groups:
         return ("segment_matmul_kernel",)
     if case.kernel == "keep":
         return ("keep_rows_kernel",)
@@ -306,14 +309,14 @@ def _compile(case: Case, kernel_name: str) -> Any:
     target, config = TARGETS[case.target], case.config
     arch = int(case.target[3:]) if target.nvidia else case.target
     constants, types = _arguments(case, kernel_name)
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else types.get(name, "constexpr") for name in kernel.arg_names}
     unaligned = {"flags", "flag", "counters", "tiles", "bound", "number", "batch", "group_m", "first_flag", "scale"}
     unaligned |= {"counted"}
     unaligned |= {"k", "ignore_index", "drop_value"}
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
-        if name in types and name not in unaligned and not types[name].startswith("tensordesc")
+        if name in types and name not in unaligned | constants.keys() and not types[name].startswith("tensordesc")
     }
     options = {"num_warps": 1 if case.kernel == "flags" else config.warps, "num_stages": config.stages}
     if case.kernel in ("combine", "goldfish", "keep"):
@@ -367,6 +370,8 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
         for name, shape in shapes.items():
             held = out if name == "c" else kind
             types[name] = f"tensordesc<{held}{shape},{layout_of(shape, DTYPES[held])!r}>"
+        if case.kernel not in ("wait", "signal"):
+            constants |= dict.fromkeys(("table", "flags", "counters", "epoch_word", "status"))
     constants |= {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
         "SPLIT_K": config.split_k, "XCDS": target.xcds, "PIECES": config.split_k, "STAGES": config.stages,
@@ -374,7 +379,8 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
         "HAS_BIAS": epilogue, "ACTIVATION": "silu_gate" if epilogue else "", "ACCUMULATE": case.kernel == "accumulate",
         "PRECISION": case.precision, "INTERPRETED": False, "FLATTEN": config.flatten,
         "A_TRANSPOSED": case.layout == "TN", "B_TRANSPOSED": case.layout == "NT", "PARTS": config.parts,
-        "SEGMENTS": 16, "ALONG_N": wait and case.layout == "NT", "WAIT": wait,
+        "SEGMENTS": 16 if not config.groups or case.kernel in ("wait", "signal") else 0,
+        "ALONG_N": wait and case.layout == "NT", "WAIT": wait,
         "SIGNAL": push or case.kernel == "signal", "PUSH": push, "DESCRIPTORS": config.descriptors,
         "FENCE": wait and config.descriptors, "ALIGNMENT": 16,
     }  # fmt: skip
@@ -455,6 +461,7 @@ def earlier(path: Path | None, matrix: list[Case], identity: dict[str, str]) -> 
 
 _SOURCES = (
     "python/axo/nn/goldfish_kernels.py",
+    "axo_kernels/gemm/flags.py",
     "axo_kernels/gemm/kernels.py",
     "axo_kernels/gemm/hopper.py",
     "axo_kernels/fused/kernels.py",

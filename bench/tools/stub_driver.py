@@ -89,7 +89,7 @@ class Stub:
             "interpreted": lambda: False,
         }
         questions = {getattr(devices, name): answer for name, answer in answers.items()}
-        questions[segments.programs_left] = lambda comm, device, workspace=None: TARGETS["sm_90"].units - RESERVED
+        questions[segments.programs_left] = lambda comm, device: TARGETS["sm_90"].units - RESERVED
         for module in [module for name, module in sys.modules.items() if name.split(".")[0] in ("axo", "axo_kernels")]:
             for name, value in list(vars(module).items()):
                 if callable(value) and getattr(value, "__hash__", None) and value in questions:

@@ -30,7 +30,7 @@ def train(
     fabric.seed_everything(7, verbose=False)
     model = fabric.setup(GPT(GPTConfig()))
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    parts = strategy.data_ranks if grid else 1
+    parts = strategy.row_parts if grid else 1
     data = fabric.setup_dataloaders(DataLoader(TensorDataset(rows(steps * BATCH)), batch_size=BATCH // parts))
     state = {"model": model, "optimizer": optimizer, "step": 0}
     if resume is not None:

@@ -28,9 +28,9 @@ def program(*lines):
     return [sys.executable, "-c", "\n".join(["import json, sys, time", say, *lines])]
 
 
-def spoken(*lines):
+def spoken(*lines, begins=""):
     """A trial that has begun a tile and now runs on, silently; however long its Python takes to start."""
-    trial = Trial(program(*lines, BEGINS, "time.sleep(600)"))
+    trial = Trial(program(*lines, begins or BEGINS, "time.sleep(600)"))
     while b"begins" not in os.pread(trial._file.fileno(), 10**6, 0):  # its own place in the file stays where it is
         assert trial.process.poll() is None
         time.sleep(0.01)
@@ -83,6 +83,43 @@ def test_a_tile_that_hangs_is_left_out_alone(monkeypatch, one):
     assert [config.name for config in kernels.tiles.HOPPER] == [c.name for c in kernels.HOPPER if c.name != TILE]
     rows = read_rows(one_file(one))
     assert kernels.left_of_hopper(rows) == kernels.tiles.HOPPER, "nor does a run that goes on use it"
+
+
+def test_a_tile_that_hangs_at_flags_still_multiplies(monkeypatch, one):
+    started = []
+    spoken_of = f"{TILE}{kernels.AT_FLAGS}"
+    monkeypatch.setattr(
+        kernels, "_trial", lambda layout, without, smoke: (started.append(set(without)), Trial(program("pass")))[1]
+    )
+    hangs = long_ago(spoken(begins=f"say(begins='a sum', tile='{spoken_of}')"))
+    kernels.tried({"NT": hangs}, unhurried(), one)
+    assert started == [{spoken_of}] and kernels.tiles.HOPPER == kernels.HOPPER
+    assert list(one.failed) == [f"{kernels.HOPPER_SECTION}: {spoken_of}"]
+    assert kernels.left_of_hopper(read_rows(one_file(one))) == kernels.HOPPER
+    first = kernels.HOPPER[0].name
+    rows = [{"check": f"a sum signal/{chunks} {first}", "error": 0.001, "limit": 0.004} for chunks in (2, 4)]
+    assert kernels.right_at_flags([{"check": first, "error": 0.0, "limit": 0.5}, *rows])
+    assert not kernels.right_at_flags([]) and not kernels.right_at_flags([*rows, rows[0] | {"error": 1.0}])
+
+
+def test_what_meets_a_stream_is_walked_through(monkeypatch, capsys):
+    """On a CPU, whose flags are the host's, at toy sizes: each tile in turn, one that is left out, one that raises."""
+    monkeypatch.setattr(kernels, "MEETING_SIZES", (64, 128, 32))
+    call, names = kernels.overlap._call, [config.name for config in kernels.HOPPER]
+
+    def fails(operation, *given):
+        config = given[-1].config
+        return call(operation, *given) if config is None or config.name != names[2] else 1 / 0
+
+    monkeypatch.setattr(kernels.overlap, "_call", fails)
+    for layout, operations in (("NT", ("matmul_all_reduce", "all_gather_matmul")), ("TN", ("matmul_reduce_scatter",))):
+        kernels.met(torch.device("cpu"), kernels._Printed(), layout, {names[1] + kernels.AT_FLAGS, names[3]})
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        checks = {row["check"]: row["error"] < row["limit"] for row in rows if "check" in row}
+        told = {f"{operation} signal/4 {name}": True for operation in operations for name in names[:1] + names[4:]}
+        told |= {f"{each} signal/4 {names[2]}: ZeroDivisionError: division by zero": False for each in operations}
+        assert checks == told and sum("begins" in row for row in rows) == len(rows) / 2
+        assert {row["tile"] for row in rows if "tile" in row} <= {name + kernels.AT_FLAGS for name in names}
 
 
 def one_file(one):

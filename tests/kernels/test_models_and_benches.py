@@ -161,7 +161,11 @@ def test_overlap_is_judged_by_the_fastest_strategy_and_against_serial():
     assert found.pop(f"{what} over serial: 1.030 (goal: at most 1.01)") is False
     graph = "matmul_all_reduce 2048x4096x4096 share 0.2, as a graph"
     assert found.pop(f"{graph}, signal/2 hides: 0.700 (goal: at least 0.5)") is True
-    assert len(found) == 6 and set(found.values()) == {"not measured"}
+    assert len(found) == 7 and set(found.values()) == {"not measured"}
+    assert "Gluon that meets a stream, flags set, of torch (goal: at least 0.95)" in found
+    mine = [rows[0] | {"strategy": "groups", "gemm_ms": 0.9, "own_ms": own} for own in (1.0, 0.9)]
+    (told,) = (name for name in verdicts.overlap([*rows, *mine], [], [shape]) if name.startswith("Gluon"))
+    assert told == "Gluon that meets a stream, flags set, of torch: 0.949 over 2 shapes (goal: at least 0.95)"
     bare = [one | {"graph_ms": None, "graph_efficiency": None} for one in rows]
     found = verdicts.overlap(bare, ["matmul_all_reduce"], [shape])
     assert found[f"{graph} hides (goal: at least 0.5)"] == "not measured"
@@ -305,7 +309,7 @@ def test_overlap_is_timed_without_the_simulated_effects(monkeypatch):
 
     monkeypatch.setattr(SimulatedCommunicator, "_run", collective)
     monkeypatch.setattr(overlap, "paired", timed)
-    options, table = SimpleNamespace(rounds=3, seconds=60.0, size=4), Table({})
+    options, table = SimpleNamespace(rounds=3, seconds=60.0, size=4, groups=False), Table({})
     overlap.measure([(32, 32, 32)], [0.4], [2], torch.float32, torch.device("cpu"), table, options)
     assert not table.failed and len(table.rows) == 3 * 2 and all(row["right"] for row in table.rows)
     assert seen == {(False, True), (True, False)}
@@ -322,7 +326,7 @@ def test_graphs_that_wait_in_vain_are_tried_once(monkeypatch):
         return [1.0, 2.0, 1.5][: len(calls)]
 
     monkeypatch.setattr(overlap, "_graphs", graphs)
-    options, table = SimpleNamespace(rounds=3, seconds=60.0, size=4), Table({})
+    options, table = SimpleNamespace(rounds=3, seconds=60.0, size=4, groups=False), Table({})
     overlap.measure([(32, 32, 32)], [0.4, 0.8], [2], torch.float32, torch.device("cpu"), table, options)
     assert tried == [4] + [3] * 6 and len(table.rows) == 6 * 2
     for row in table.rows:

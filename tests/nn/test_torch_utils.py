@@ -6,6 +6,7 @@ Each row of the table in docs/overlap.md has its part here.
 import contextlib
 import copy
 import functools
+import warnings
 
 import pytest
 import torch
@@ -120,6 +121,65 @@ def one_parameter(grid):
     for parameter, each in zip(model.parameters(), serial.parameters(), strict=True):
         assert_close(axo.unshard_grad(parameter), each.grad, 1e-5, "clipped by value")
         assert_close(axo.unshard(parameter.detach(), parameter.placement), each, 1e-4, "decayed")
+
+
+PENALTIES = {
+    "norm": lambda p: p.norm(), "mean": lambda p: p.abs().mean(), "root": lambda p: 0.1 * p.square().sum().sqrt(),
+    "largest": lambda p: p.abs().max(), "spectral": lambda p: torch.linalg.svdvals(p.flatten(1)).max(),
+    "mse": lambda p: nn.functional.mse_loss(p, torch.zeros_like(p)), "foreach": lambda p: torch._foreach_norm([p])[0],
+}  # fmt: skip
+PENALTIES_OF_ELEMENTS = {
+    "sum": lambda p: 0.1 * p.square().sum() / 3,
+    "mean of sums": lambda p: torch.stack([p.square().sum(), p.abs().sum()]).mean(),
+}
+
+
+def penalties(grid):
+    """Refused, warned of once, or right without a word, in what comes before the first step; nothing after that."""
+    comms = axo.connect(grid)
+    split = comms.grid.data == 1
+    batch = torch.rand(8, 8, generator=torch.Generator().manual_seed(1))
+    engine, hidden = torch.autograd._engine_run_backward, []
+
+    def loss(model, penalty):
+        model[2].register_forward_hook(lambda *call: hidden.append(call[-1]))
+        rows = axo.shard_batch(batch, comms) if axo.nn.layer.is_parallel(model) else batch
+        return model(rows).square().sum(1).mean() + penalty(model[0].weight)
+
+    serial, model = models(comms)
+    backward(serial, model, comms)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    loss(model, PENALTIES["norm"]).backward()
+    assert torch.autograd._engine_run_backward is engine
+    for name, penalty in PENALTIES.items():
+        _, model = models(comms)
+        with pytest.raises(axo.Refused, match=r"of '0.weight', of which.*axo.unshard") if split else Silence():
+            loss(model, penalty).backward()
+            assert not split, name
+    for name, penalty in PENALTIES_OF_ELEMENTS.items():
+        serial, model = models(comms)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for each in (serial, model, model):
+                loss(each, penalty).backward()
+        assert ["the loss takes '0.weight'" in str(one.message) for one in said] == [True] * split, name
+        assert_close(axo.unshard_grad(model[0].weight), 2 * serial[0].weight.grad, 1e-5, name)
+    _, model = models(comms)
+    right = (lambda p: axo.unshard(p, p.placement).norm(), lambda p: hidden[-1].norm(), lambda p: p.detach().norm())
+    with Silence():
+        for penalty in right:
+            loss(model, penalty).backward()
+
+
+class Silence(warnings.catch_warnings):
+    def __enter__(self):
+        super().__enter__()
+        warnings.simplefilter("error")
+
+
+@pytest.mark.parametrize("grid", ["2x1x1x1", "1x2x1x1", "1x1x2x1", "1x1x1x2"])
+def test_a_loss_of_a_part_is_refused_and_a_sum_of_elements_is_not(grid):
+    run_ranks(penalties, 2, grid)
 
 
 def scaler_and_first_values(grid):

@@ -165,6 +165,52 @@ class Asks(D):
         return super().step(closure)
 
 
+class Idle(G):
+    """Does nothing without a closure, under another name."""
+
+    def step(self, loss_fn: Any = None) -> Any:  # type: ignore[override]
+        return None if loss_fn is None else super().step(loss_fn)
+
+
+class IdleSGD(Idle):
+    update = Base.update
+
+
+class HandsOver(torch.optim.Optimizer):
+    """SAM of another package: steps by an optimizer that it makes of a class, and wants a closure."""
+
+    def __init__(self, params: Any, inner: Any = torch.optim.SGD, lr: float = 1e-2, rho: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+        self.inner = inner(self.param_groups, lr=lr)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None
+        held = [p for group in self.param_groups for p in group["params"]]
+        ways = [p.grad * self.param_groups[0]["rho"] for p in held]
+        [p.add_(way) for p, way in zip(held, ways, strict=True)]
+        torch.enable_grad()(closure)()
+        [p.sub_(way) for p, way in zip(held, ways, strict=True)]
+        self.inner.step()
+
+
+class Slow(torch.optim.Optimizer):
+    """Lookahead, around a step that is given: slow weights, which it makes at once, come nearer in each third one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.steps, self.defaults = inner, 0, inner.defaults
+        self.param_groups, self.state = inner.param_groups, {}
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p] = {"slow": p.detach().clone()}
+
+    def step(self, closure: Any = None) -> Any:
+        loss, self.steps = self.inner.step(closure), self.steps + 1
+        for p, state in self.state.items() if self.steps % 3 == 0 else ():
+            p.data.copy_(state["slow"].lerp_(p.detach(), 0.5))
+        return loss
+
+
 class H(Base):
     """Elementwise: Lion, with an option that is no group's, and state of construction."""
 
@@ -212,7 +258,8 @@ ROWS = ((("x", "z"), ()), (("x",),))
 
 
 @pytest.mark.parametrize(
-    "make", [A, B, D, E, F, G, ClipsBefore, Perturbs, Asks, torch.optim.Adafactor, torch.optim.LBFGS]
+    "make",
+    [A, B, D, E, F, G, ClipsBefore, Perturbs, Asks, Idle, torch.optim.Adafactor, torch.optim.LBFGS],
 )
 def test_an_update_that_looks_further_than_an_element_is_seen(make: Any) -> None:
     assert try_update(make(parameters(*ROWS), lr=1e-2)).share > 0.01
@@ -283,6 +330,15 @@ def test_an_update_of_single_elements_is_taken_and_nothing_is_touched(make: Any,
     assert all(p.grad is None for p in mine)
     now = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     assert torch.equal(states[0], now[0]) and states[1:] == now[1:]
+
+
+@pytest.mark.parametrize(("inner", "seen"), [(torch.optim.AdamW, False), (IdleSGD, False), (G, True), (Idle, True)])
+def test_an_optimizer_that_another_steps_by_is_tried_with_it(inner: Any, seen: bool) -> None:
+    """And one that does nothing without a closure with one."""
+    step_of_its_own = (HandsOver(parameters(*ROWS), inner),) if inner not in (Idle, IdleSGD) else ()
+    for optimizer in (inner(parameters(*ROWS)), Slow(inner(parameters(*ROWS))), *step_of_its_own):
+        difference = try_update(optimizer)
+        assert (difference.share > LIMIT, difference.reason) == (seen, ""), type(optimizer).__name__
 
 
 def test_parameters_without_elements_say_nothing() -> None:

@@ -1,13 +1,11 @@
 """What the ranks of a save or a load tell each other: one process group, apart from training's, and shared errors.
 
-A save that goes on while training does uses that group too, so whoever wants it waits for the save. Ranks send plain
-values and tensors, as JSON: nothing that comes from a peer is unpickled.
+A save that goes on while training does uses that group too, so whoever wants it waits for the save. What ranks send is
+in the format of ``axo.comm.values``: nothing that comes from a peer is unpickled.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axo.checkpoint import state
 from axo.comm.connect import Communicators
+from axo.comm.values import pack, unpack
 from axo.errors import Error
 
 _MOST = 1 << 30  # bytes that a rank may send
@@ -120,18 +118,14 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
 
 
 def share(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
-    """Every rank's value, in rank order: numbers, texts, lists, tuples, sets, dicts and tensors.
+    """Every rank's value, in rank order: whatever ``axo.comm.values`` can send.
 
     Raises:
         axo.errors.Error: A rank sent something else; on every rank.
     """
     if group is None:
         return [value]
-    try:
-        text = json.dumps(_to_json(value))
-    except (TypeError, ValueError, RecursionError):  # the others wait for a message, and are told by one that is none
-        text = f"a {type(value).__name__}"
-    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    own = pack(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
     longest = max(map(int, sizes))
@@ -142,57 +136,10 @@ def share(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     values = []
     for rank, (message, size) in enumerate(zip(messages, sizes, strict=True)):
         try:
-            values.append(_of_json(json.loads(message[: int(size)].numpy().tobytes())))
-        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError):
-            raise Error(f"checkpoint: rank {rank} sent what is no plain value") from None
+            values.append(unpack(message[: int(size)]))
+        except (Error, TypeError) as error:
+            raise Error(f"checkpoint: rank {rank} sent what is no plain value: {error}") from None
     return values
-
-
-_KINDS: dict[str, Any] = {
-    "tuple": tuple,
-    "set": set,
-    "dict": dict,
-    "dtype": lambda names: getattr(torch, next(names)),
-    "bytes": bytes,
-    "complex": lambda parts: complex(*parts),
-}
-
-
-def _to_json(value: Any) -> Any:
-    """A value as JSON has it; of what JSON does not know, its kind and its content."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return list(map(_to_json, value))
-    if isinstance(value, torch.Tensor):
-        data = "meta" if value.is_meta else base64.b64encode(state.bytes_of(state.on_host(value))).decode()
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), data]}
-    if isinstance(value, dict):
-        return {"dict": [[_to_json(key), _to_json(each)] for key, each in value.items()]}
-    if isinstance(value, torch.dtype):
-        return {"dtype": [str(value).removeprefix("torch.")]}
-    if isinstance(value, bytes):
-        return {"bytes": list(value)}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, tuple | set):
-        return {"tuple" if isinstance(value, tuple) else "set": list(map(_to_json, value))}
-    raise TypeError(type(value).__name__)
-
-
-def _of_json(value: Any) -> Any:
-    if isinstance(value, list):
-        return list(map(_of_json, value))
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind != "tensor":
-        return _KINDS[kind](map(_of_json, content))
-    dtype, shape, data = getattr(torch, content[0]), content[1], content[2]
-    if data == "meta":
-        return torch.empty(shape, dtype=dtype, device="meta")
-    flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.view(shape)
 
 
 # --- agreement --------------------------------------------------------------------------------------------------------

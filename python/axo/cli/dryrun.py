@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,7 +65,9 @@ def dryrun(
     dry.check(config)
     wanted = _ranks(ranks, config)
     roles = dry.representatives(config)
-    records = dry.run_all(config, list(roles) if wanted is None else wanted)
+    wanted = list(roles) if wanted is None else wanted
+    print(f"axo dryrun: runs {len(wanted)} of {config.ranks} ranks, a process each", file=sys.stderr)
+    records = dry.run_all(config, wanted)
     bad = dry.compare(config, records)
     if json_out is not None:
         write(json_out, {"grid": str(grid), "records": [_plain(record) for record in records],

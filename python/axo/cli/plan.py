@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from axo.perf.planner import Candidate
 
 MOST_TOKENS = 1e18
+ALONE = ("axonn",)
 PAGE = 20  # grids on the HTML page
 
 PlotOut = Annotated[Path | None, typer.Option("--plot", help="Write the plots (PNG) into this folder.")]
@@ -56,8 +57,8 @@ class Asked:
     ] = False
     optimizer: Annotated[str, typer.Option(help="adamw, or muon (axo.optim.Muon).")] = "adamw"
     chunked_loss: Annotated[
-        bool, typer.Option("--chunked-loss", help="No logits at a time but a chunk's (axo.nn.linear_cross_entropy).")
-    ] = False
+        bool | None, typer.Option(help="No logits at a time but a chunk's; default: as axo train, which has them.")
+    ] = None
     pipeline: Annotated[
         str, typer.Option(help="Stages, each a grid: 1, 4; plan tries 1,2,4, or auto: every power of two that divides.")
     ] = "1"
@@ -79,13 +80,15 @@ class Asked:
         if recompute == "selective" and not (self.checkpoint and workload.stacked):
             raise ValueError("plan: selective says what recomputation keeps; leave blocks checkpointed")
         schedules = tuple(part.strip() for part in self.schedule.split(",")) if self.schedule else ("1f1b",)
+        could = bool(workload.trained_as) and not self.sequence_parallel and more.get("algorithms", ALONE) == ALONE
+        chunked = could if self.chunked_loss is None else self.chunked_loss
         if not self.schedule and more.get("search"):
             schedules = planner.SEARCHED
         return planner.Request(
             workload, on.of_nodes(gpus) if gpus > 0 else on, gpus, tokens_of(self.batch_tokens, batch=True),
             overlap=frozenset(overlaps), gather=self.gather, zero=self.zero, micro_batches=self.micro_batches,
             recompute=recompute, offload=self.offload == "optimizer", sequence_parallel=self.sequence_parallel,
-            optimizer=self.optimizer, chunked_loss=self.chunked_loss,
+            optimizer=self.optimizer, chunked_loss=chunked,
             pipeline=_counts(self.pipeline, gpus), schedules=schedules, **more,
         )  # fmt: skip
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from axo.arrangement import AXONN, Arrangement
-from axo.comm.c10d import BackendOptions
+from axo.comm.c10d import BackendOptions, register
 from axo.comm.communicator import Communicator, tell_of
 from axo.comm.device import DeviceOptions
 from axo.comm.device_choice import resolve_device
@@ -45,6 +45,7 @@ _DEFAULT_TIMEOUT_S = 600.0
 _MEETING_TIMEOUT_S = 60.0
 _LONGEST_S = 1e9
 _MEETING = "axo/connect"  # where the ranks meet in the store
+register()  # torch need not look for the entry point, which an Axo that is on the path alone has not
 
 
 class Attached(Protocol):
@@ -453,10 +454,11 @@ def connect(
         wrong, seconds, meeting = error, _DEFAULT_TIMEOUT_S, _MEETING_TIMEOUT_S
     if alone_here:
         return _connect_alone(own_grid, place, own_stages)
-    left = TimeLeft(min(seconds, meeting))
+    limit = min(seconds, meeting)
+    left = TimeLeft(limit)
     if launched is not None:
         rank, world_size = launched.rank, launched.world_size
-        store = launchers_store(rank, world_size, left())
+        store = launchers_store(rank, world_size, limit)
     else:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         store = dist.distributed_c10d._get_default_store()

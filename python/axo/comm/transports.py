@@ -81,10 +81,12 @@ def host_core(
     # A store outlives its groups, and a later one may have the same name.
     place = f"{key}/hosts/{size}/{zlib.crc32(repr(list(members)).encode()):x}"
     ranks = Meeting(store, place, rank, size, who, left)
+    leads = False  # the ranks of its host: it knows which of them have not come
     try:
         own = _C.Leader()
         told = [text.split("\n") for text in ranks.gather(f"{_C.host_identity()}\n{own.address}")]
         hosts = [host for host, _ in told]
+        leads = hosts.index(hosts[rank]) == rank
         neighbours = [address for host, address in told if host == hosts[rank]]
         if len(set(hosts)) == 1:
             core = _C.create_host_communicator(own, neighbours[0], rank, size, name, int(left() * 1000), ranks.lost)
@@ -103,7 +105,7 @@ def host_core(
                 ranks.lost,
             )
     except Exception as error:
-        if isinstance(error, (Aborted, PeerLost, Timeout)):
+        if isinstance(error, (Aborted, PeerLost)) or (isinstance(error, Timeout) and not leads):
             ranks.check()  # another rank has said more
         if not isinstance(error, Aborted):
             ranks.give_up(error)

@@ -39,14 +39,15 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from accelerate import Accelerator, PartialState, scheduler
+from accelerate import Accelerator, PartialState, data_loader, scheduler
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, operations, recursively_apply
 from torch import nn
 
 import axo
-from axo.comm.agree import all_call
+from axo.checkpoint.ranks import checkpoint_group, share
+from axo.comm.agree import all_call, ranks_that_differ
 from axo.comm.connect import Communicators
 from axo.grid import Grid
 from axo.integrations import data_ranks
@@ -114,12 +115,16 @@ def _count_data_ranks(comms: Communicators) -> None:
         return recursively_apply(one, tensor, error_on_other_type=True)
 
     def gather_object(parts: Any) -> list[Any]:
-        of_ranks: list[Any] = [None] * comms.grid.world_size
-        torch.distributed.all_gather_object(of_ranks, parts)
+        of_ranks = share(checkpoint_group(comms), parts)
         return [each for rank in data_ranks.leaders(comms) for each in of_ranks[rank]]
+
+    def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
+        objects[:] = data_ranks.broadcast(objects, comms, from_process)
+        return objects
 
     state: Any = PartialState()
     if comms.grid.world_size > 1:
+        data_loader.broadcast_object_list = broadcast_object_list  # by which a batch's shapes are told
         operations._gpu_gather, operations._gpu_gather_object = gather, gather_object
         inner = operations.reduce.__code__.co_freevars.index("function")
         operations.reduce.__closure__[inner].cell_contents = reduce  # programs have imported the function itself
@@ -200,6 +205,8 @@ class GridAccelerator(Accelerator):
         seeds = getattr(data_loader, "worker_init_fn", None)
         if isinstance(seeds, partial) and "rank" in seeds.keywords:  # the Trainer's: peers draw the same numbers
             data_loader.worker_init_fn = partial(seeds, rank=self.process_index)
+        if ranks_that_differ(self._axo_comms, str(torch.get_rng_state().tolist())):  # by set_seed(device_specific=True)
+            data_ranks.in_one_order(data_loader.sampler, self._axo_comms)
         prepared = super().prepare_data_loader(data_loader, *args, **options)
         if isinstance(prepared, DataLoaderDispatcher):
             prepared.state = _DataRanks(prepared.state, self._axo_comms)
@@ -230,6 +237,7 @@ class GridAccelerator(Accelerator):
     def _one(self, what: str, folder: Any, options: Any) -> tuple[nn.Module, Any]:
         if folder is None or options or len(self._models) != 1 or len(self._optimizers) > 1:
             raise axo.Refused(f"{what}: on a grid it takes a folder, and is of one model and one optimizer at most")
+        all_call(self._axo_comms, f"accelerator.{what}()")
         optimizer = self._optimizers[0].optimizer if self._optimizers else None
         return self.unwrap_model(self._models[0]), optimizer
 

@@ -13,6 +13,7 @@ What moves between ranks is in ``axo.matmul``; where a tensor lies is in ``axo.p
     torch_utils, quantize, shard_reads    on the parameters of a model: torch's utilities, few bits, who reads them
 """
 
+from axo.nn import goldfish
 from axo.nn.context_attention import attention
 from axo.nn.conv import Conv2d
 from axo.nn.dropout import Dropout
@@ -39,6 +40,7 @@ __all__ = [
     "attention",
     "clip_grad_norm_",
     "cross_entropy",
+    "goldfish",
     "init_weights",
     "linear_cross_entropy",
     "share_input",

@@ -81,7 +81,10 @@ def try_update(optimizer: Optimizer) -> Differs:
 
 
 def _closure(optimizer: Optimizer) -> inspect.Parameter | None:
-    return inspect.signature(type(optimizer).step).parameters.get("closure")
+    """What a step takes a closure as, under whatever name."""
+    _, *takes = inspect.signature(type(optimizer).step).parameters.values()
+    named = [one for one in takes if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return next((one for one in named if one.name == "closure"), named[0] if named else None)
 
 
 def _try(optimizer: Optimizer, most: int, steps: int, closures: bool = False) -> Differs:
@@ -102,6 +105,9 @@ def _try(optimizer: Optimizer, most: int, steps: int, closures: bool = False) ->
                 if not all(map(torch.equal, whole, again)):
                     difference = Differs(0.0, "its steps draw random numbers")
             break
+    if difference.reason and not closures and _closure(optimizer):  # whose default may stand for none
+        by_closure = _try(optimizer, most, steps, closures=True)
+        return difference if by_closure.reason else by_closure
     return difference
 
 
@@ -169,7 +175,7 @@ def _run(
     step: Any = type(twin).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the hooks of all optimizers
     wants = _closure(optimizer)
-    asks = closures or (wants is not None and wants.default is wants.empty)
+    asks = wants if wants is not None and (closures or wants.default is wants.empty) else None
 
     for number in range(len(small[0].gradients)):
         starts = [tensor.detach().clone() for tensor in tensors]
@@ -181,13 +187,7 @@ def _run(
             return torch.ones(())
 
         closure()
-        try:
-            step(twin, **({"closure": closure} if asks else {}))
-        except Exception:
-            if asks or wants is None or number:
-                raise
-            asks = True  # its default stands for none
-            step(twin, closure=closure)
+        step(twin, **({asks.name: closure} if asks else {}))
     changes = [tensor.detach() - old for tensor, old in zip(tensors, before, strict=True)]
     if half is None and not any(change.any() for change in changes):
         raise ValueError("it left the small tensors as they were")
@@ -221,7 +221,11 @@ def _twin(optimizer: Optimizer, numbers: list[int], tensors: list[torch.Tensor])
     accepted = inspect.signature(cls.__init__).parameters
     named = {name: value for name, value in _options(groups[0]).items() if name in accepted}
     twin: Optimizer | None = None
-    for given in [groups[0]["params"]] * (len(groups) == 1) + [[dict(group) for group in groups]]:
+    # Those that others hand their updates to (SAM, Lookahead), and may be made of.
+    inner = {
+        name: _twin(value, numbers, tensors) for name, value in vars(optimizer).items() if isinstance(value, Optimizer)
+    }
+    for given in [*inner.values(), *[groups[0]["params"]] * (len(groups) == 1), [dict(group) for group in groups]]:
         try:
             twin = cls(given, **named)
             break
@@ -235,6 +239,10 @@ def _twin(optimizer: Optimizer, numbers: list[int], tensors: list[torch.Tensor])
     for name, value in vars(optimizer).items():
         if name not in _OWN and _is_plain(value):
             setattr(twin, name, copy.copy(value))
+        elif name in inner and type(getattr(twin, name, None)) is not type(value):
+            if value.param_groups is optimizer.param_groups:
+                inner[name].param_groups = twin.param_groups
+            setattr(twin, name, inner[name])
     setattr(twin, TRIAL, True)
     return twin
 

@@ -43,6 +43,7 @@ from axo.overlap.dispatch_modes import dispatch_modes, hidden
 from axo.overlap.events import Context, TracedWork, span
 from axo.overlap.gathers import BACKWARD, EVALUATION, TRAINING, Gathered, Gathers
 from axo.overlap.gradients import GradientBuffer, Gradients, Slot
+from axo.overlap.losses import Losses
 from axo.overlap.options import Overlap
 from axo.overlap.route import Copies, Reduction, Route
 from axo.overlap.weight_phase import DeferredProducts, WeightPhase, WeightProduct
@@ -98,6 +99,7 @@ class Engine(Context):
         self._root: weakref.ref[torch.nn.Module] | None = None
         self._end: weakref.ref[_EndOfBackward] | None = None  # of the backward pass under way
         self._others = OtherParameters()
+        self._losses: Losses | None = None  # until the first step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         stage = 0 if self.zero is None else self.zero.stage
@@ -112,6 +114,7 @@ class Engine(Context):
     def root_at(self, model: torch.nn.Module) -> None:
         """Let the forward passes of ``model`` begin and end passes of this engine."""
         self._root = weakref.ref(model)
+        self._losses = Losses(self._root)
         self._hooks = (
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward),
@@ -122,7 +125,7 @@ class Engine(Context):
         """Let go of the model: its layers are about to get other engines."""
         for hook in self._hooks:
             hook.remove()
-        self.rooted, self._root, self._hooks = False, None, ()
+        self.rooted, self._root, self._losses, self._hooks = False, None, None, ()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The parameters of the model as they are now: those of a meta model are made anew when it is filled."""
@@ -142,12 +145,16 @@ class Engine(Context):
                     self.compares_inputs.discard(kind)
                 check_same_inputs(self.comms, _tensors((inputs, named)))
             self.gathers.begin(kind)
+            if self._losses is not None:
+                self._losses.begin()
 
     def _after_forward(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
         if in_backward():
             return
         self.gathers.end()
         if torch.is_grad_enabled():
+            if self._losses is not None:
+                self._losses.end()
             self.awaits_backward = True
             for tensor in _tensors(output):
                 if tensor.requires_grad:
@@ -322,6 +329,8 @@ class Engine(Context):
         if self.zero is not None:
             self.zero.finish_step(self.pool.allocate, self.overlap.bucket_bytes)
         self.gathers.outdate()
+        if self._losses is not None and not {id(p) for p in stepped(optimizer)}.isdisjoint(map(id, self.parameters())):
+            self._losses = None
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -23,7 +23,7 @@ from axo.comm.work import Work
 from axo.grid import AXES
 from axo.offload.parameters import home_of
 from axo.offload.shards import Shards
-from axo.overlap.options import Overlap, idle_limit
+from axo.overlap.options import Overlap
 from axo.overlap.pool import Pool
 
 
@@ -75,7 +75,7 @@ class Context:
         self.comms, self.device, self.overlap, self.reduce_dtype = comms, comms.device, overlap, reduce_dtype
         lines = {axis: comms.axis(axis) for axis in AXES} | comms.expert_lines
         self.communicators: dict[str | None, Communicator] = dict(lines.items())
-        self.pool = Pool(idle_limit(overlap.idle_bytes))
+        self.pool = Pool()
         self.events: Events | None = None
         self.defers = self.holding = False
         self._shards: Shards | None = None

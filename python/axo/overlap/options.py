@@ -32,8 +32,6 @@ class Overlap:
             are kept until backward has used them. Weights gathered for N layers a step: N with all, 2N with none,
             2N - K with K layers, with activation checkpointing and without.
         bucket_bytes: Gradients are reduced over the data axis in buckets of this size; 0: each by itself.
-        idle_bytes: Memory of buffers that may stay allocated on a CPU between steps with nothing in it, as bytes or
-            ``"512MiB"``; None: all that a pass needed at once. What is given back must be allocated anew in each step.
 
     Raises:
         ValueError: An option is out of range.
@@ -44,7 +42,6 @@ class Overlap:
     all_gather: bool = True
     gather_cache: str | int = "all"
     bucket_bytes: int = BUCKET_BYTES
-    idle_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
         cache_limits(self.gather_cache)
@@ -53,7 +50,6 @@ class Overlap:
                 raise ValueError(f"Overlap: {name}={getattr(self, name)!r} is not a switch; use True or False")
         if self.bucket_bytes < 0:
             raise ValueError(f"Overlap: bucket_bytes={self.bucket_bytes} is negative; use 0 for no buckets")
-        idle_limit(self.idle_bytes)
 
 
 def cache_limits(gather_cache: str | int) -> tuple[float, float]:
@@ -66,30 +62,11 @@ def cache_limits(gather_cache: str | int) -> tuple[float, float]:
         return math.inf, math.inf
     if gather_cache == "none":
         return 0, 0
-    size = _size(gather_cache)
-    if size is None:
-        raise ValueError(
-            f"gather_cache={gather_cache!r} is not known; use 'all', 'none', a number of layers such as 8, or bytes"
-            " such as '512MiB'"
-        )
-    return (math.inf, size) if isinstance(gather_cache, str) else (size, math.inf)
-
-
-def idle_limit(idle_bytes: int | str | None) -> float:
-    """Bytes of buffers that may stay allocated between steps.
-
-    Raises:
-        ValueError: Not a size.
-    """
-    size = math.inf if idle_bytes is None else _size(idle_bytes)
-    if size is None:
-        raise ValueError(f"Overlap: idle_bytes={idle_bytes!r} is not a size; use bytes, '512MiB', or None for no limit")
-    return size
-
-
-def _size(given: object) -> float | None:
-    """A whole number of at least 0 as it is, or bytes as '512MiB' says; None: neither."""
-    if isinstance(given, str):
-        size = _SIZE.fullmatch(given)
-        return None if size is None else float(size[1]) * _UNITS[size[2]]
-    return given if isinstance(given, int) and not isinstance(given, bool) and given >= 0 else None
+    if isinstance(gather_cache, str) and (size := _SIZE.fullmatch(gather_cache)):
+        return math.inf, float(size[1]) * _UNITS[size[2]]
+    if isinstance(gather_cache, int) and not isinstance(gather_cache, bool) and gather_cache >= 0:
+        return gather_cache, math.inf
+    raise ValueError(
+        f"gather_cache={gather_cache!r} is not known; use 'all', 'none', a number of layers such as 8, or bytes such as"
+        " '512MiB'"
+    )

@@ -2,7 +2,7 @@
 
 A buffer is free when nobody but the pool refers to its memory: no owner has to give it back, and a gradient that is a
 view of one stays what it is as long as somebody holds it. The pool lets go of buffers that the last passes have not
-used. It also lets go of free buffers beyond a limit, the largest first.
+used.
 """
 
 from __future__ import annotations
@@ -31,14 +31,9 @@ _FREE = 2  # references to the memory of a free buffer, as sys.getrefcount count
 
 
 class Pool:
-    """Buffers of one engine, by size.
+    """Buffers of one engine, by size."""
 
-    Args:
-        idle_limit: Bytes of free buffers that may stay from one pass to the next.
-    """
-
-    def __init__(self, idle_limit: float = math.inf) -> None:
-        self._idle_limit = idle_limit
+    def __init__(self) -> None:
         self._entries: dict[int, list[_Buffer]] = {}
         self._passes = 0
 
@@ -59,26 +54,11 @@ class Pool:
         return flat if len(shape) == 1 else flat.view(shape)
 
     def end_of_pass(self) -> None:
-        """Give back what the last passes have not used, and what is beyond the limit."""
+        """Give back what the last passes have not used."""
         self._passes += 1
-        for size, entries in list(self._entries.items()):
-            kept = [
+        for size, entries in self._entries.items():
+            self._entries[size] = [
                 each
                 for each in entries
                 if each.last_used + _KEPT_PASSES >= self._passes or getrefcount(each.memory) != _FREE
             ]
-            if len(kept) != len(entries):
-                self._entries[size] = kept
-        beyond = 0 if self._idle_limit == math.inf else self.idle_bytes() - self._idle_limit
-        for size in sorted(self._entries, reverse=True) if beyond > 0 else ():
-            entries = self._entries[size]
-            free = [each for each in entries if getrefcount(each.memory) == _FREE]
-            gone = free[: math.ceil(max(beyond, 0) / size)]
-            self._entries[size] = [each for each in entries if each not in gone]
-            beyond -= size * len(gone)
-
-    def idle_bytes(self) -> int:
-        """Bytes of the buffers that are free."""
-        return sum(
-            size * sum(getrefcount(each.memory) == _FREE for each in entries) for size, entries in self._entries.items()
-        )

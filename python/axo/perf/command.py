@@ -78,7 +78,8 @@ def command_line(plan: GridPlan, candidate: Candidate) -> str:
         "--grid": candidate.grid, "--device": "cuda", "--data": "DATA", "--steps": steps_of(plan),
         "--batch-size": batch_of(plan, candidate), "--seq-len": model.seq_length, **_parallel(candidate),
         "--accumulate": pieces, "--recompute": run.recompute != "none", **_saves_memory(run), "--zero": run.zero,
-        "--chunked-loss": run.chunked_loss, **_context(run),
+        "--no-chunked-loss": candidate.algorithm == "axonn" and not (run.chunked_loss or run.sequence_parallel),
+        **_context(run),
         "--precision": asked.precision if asked.precision != "bf16-mixed" else "",
         "--gather-cache": gather_cache(model, run.cached_gathers), **options,
     }  # fmt: skip
@@ -91,11 +92,10 @@ def litgpt_line(plan: GridPlan, candidate: Candidate) -> str:
     if candidate.time is None or not model.trained_as:
         return ""
     lacks = {
-        "recomputation": run.recompute != "none",
+        "recomputation (--no-checkpoint plans without)": run.recompute != "none",
         f"ZeRO-{run.zero}": run.zero,
         "sequence parallelism": run.sequence_parallel,
         "groups of Muon": run.optimizer == "muon",
-        "loss in chunks": run.chunked_loss,
         "experts over ranks": run.experts > 1,
         "context in stages": run.context > 1 and candidate.stages is not None,
         "dropped weights": grid.z > 1 and run.cached_gathers < 1,
@@ -114,7 +114,8 @@ def litgpt_line(plan: GridPlan, candidate: Candidate) -> str:
     train = {"global_batch_size": batch, "micro_batch_size": batch * run.context // (held.z * held.data) // pieces,
              "max_seq_length": model.seq_length, "max_tokens": steps_of(plan) * batch * model.seq_length}  # fmt: skip
     start = [*torchrun(plan), "litgpt", "pretrain", model.name if model.file else model.trained_as]
-    return shlex.join([*start, *_typed(options), *(f"--train.{name}={value}" for name, value in train.items())])
+    words = [*start, *_typed(options), *(f"--train.{name}={value}" for name, value in train.items())]
+    return f"LT_ACCELERATOR=cuda {shlex.join(words)}"  # LitGPT has no option for it, and Axo's default is the CPU
 
 
 def _longer(model: Workload) -> bool:

@@ -499,12 +499,10 @@ class LossKind(Layer):
 
     def bytes(self, grid: Grid, rows: int, run: RunOptions) -> LayerBytes:
         mine, columns = self.my_rows(grid, rows, run), chunk(self.out_features, grid.x)
+        temporary = FP32 * min(2.0 * LOSS_CHUNK, mine * columns)  # of a few rows
         if run.chunked_loss:
-            return LayerBytes(
-                0.0, run.itemsize * min(activations.LOGITS_CHUNK, mine * columns) + FP32 * 2.0 * LOSS_CHUNK
-            )
-        saved = activations.cross_entropy(mine, columns, run.itemsize, capped=self.capped)
-        return LayerBytes(saved, FP32 * min(2.0 * LOSS_CHUNK, mine * columns))  # its temporaries are of a few rows
+            return LayerBytes(0.0, run.itemsize * min(activations.LOGITS_CHUNK, mine * columns) + temporary)
+        return LayerBytes(activations.cross_entropy(mine, columns, run.itemsize, capped=self.capped), temporary)
 
 
 def _moved(moves: tuple[float, ...], elements: float, machine: Machine) -> Seconds:

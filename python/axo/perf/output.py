@@ -137,6 +137,7 @@ def plan_table(plan: GridPlan, top: int) -> Table:
     """
     asked, shown, rows = plan.request, plan.ranked[:top], list[dict[str, str]]()
     offloads, splits = (any(getattr(one.run, name) for one in shown) for name in ("offload", "sequence_parallel"))
+    digits = ".2f" if all(one.seconds >= 0.1 for one in shown) else ".5f"
     for number, one in enumerate(shown, 1):
         time, run, stages = one.time, one.run, one.stages
         assert time is not None and one.memory is not None
@@ -145,13 +146,13 @@ def plan_table(plan: GridPlan, top: int) -> Table:
             "grid": one.name if stages is None else str(one.grid),
             **({"context": str(run.context)} if asked.context != 1 else {}),
             **({"experts": str(run.experts)} if asked.experts != 1 else {}),
-            "step s": f"{time.total:.2f}",
+            "step s": f"{time.total:{digits}}",
             "tokens/s a GPU": f"{plan.tokens_a_second(one):,.0f}",
             "% MFU": f"{plan.percent_of_peak(one, model_flops=True):.1f}",
             "% HFU": f"{plan.percent_of_peak(one):.1f}",
-            "products s": f"{time.compute:.2f}",
-            "other s": f"{time.contention + time.optimizer:.2f}",
-            **{f"{axis} s": f"{time.exposed[axis]:.2f}" for axis in AXES},
+            "products s": f"{time.compute:{digits}}",
+            "other s": f"{time.contention + time.optimizer:{digits}}",
+            **{f"{axis} s": f"{time.exposed[axis]:{digits}}" for axis in AXES},
             "GiB": f"{one.memory.total / GIB:.1f}",
             "micro": str(run.micro_batches),
             "kept": f"{100 * run.cached_gathers:.0f}%",
@@ -161,7 +162,7 @@ def plan_table(plan: GridPlan, top: int) -> Table:
         row |= {"offload": "optimizer" * run.offload} if offloads else {}
         row |= {"tokens": "over x" * run.sequence_parallel} if splits else {}
         if asked.pipeline != (1,):
-            row |= {"bubble s": f"{time.bubble:.2f}", "stages": str(one.pipeline)}
+            row |= {"bubble s": f"{time.bubble:{digits}}", "stages": str(one.pipeline)}
             row |= {"schedule": stages.schedule if stages else "", "blocks of stages": cuts_text(stages)}
         rows.append(row)
     return list(rows[0]), [list(row.values()) for row in rows]
@@ -226,12 +227,15 @@ def compared(plans: Sequence[tuple[str, dict[str, Any]]]) -> list[Shown]:
 
 
 def commands(plan: GridPlan, top: int) -> list[str]:
-    """Return the command lines of each of the best ``top`` rows, numbered as in the table; why there is none, once."""
+    """Return the command lines of each of the best ``top`` rows, numbered as in the table; then why rows have none."""
     every = ((number, one) for number, one in enumerate(plan.ranked[:top], 1))
-    lines = [(number, line(plan, one)) for number, one in every for line in (command_line, litgpt_line)]
-    reasons = {line: number for number, line in reversed(lines) if line.startswith("(")}
-    first = [(number, line) for number, line in lines if line and reasons.get(line, number) == number]
-    return [f"{number}: {line}" for number, line in first]
+    lines = [(str(number), line(plan, one)) for number, one in every for line in (command_line, litgpt_line)]
+    reasons: dict[str, list[str]] = {}
+    for number, reason in lines:
+        if reason.startswith("("):
+            reasons.setdefault(reason, []).append(number)
+    lines = [pair for pair in lines if pair[1] and pair[1] not in reasons]
+    return [f"{rows}: {line}" for rows, line in (*lines, *((", ".join(of), why) for why, of in reasons.items()))]
 
 
 def placeholders(plan: GridPlan, top: int) -> dict[str, str]:

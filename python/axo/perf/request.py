@@ -228,6 +228,7 @@ class Request:
         A model without a stack of blocks has nothing to recompute.
         """
         given: dict[str, Any] = {name: getattr(self, name) for name in _OF_RUN} | PRECISIONS[self.precision] | changes
+        given["chunked_loss"] &= not given["sequence_parallel"]  # whose tokens it does not take
         return RunOptions(self.batch_tokens, **given | ({} if self.workload.stacked else {"recompute": "none"}))
 
 

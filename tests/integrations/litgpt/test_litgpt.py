@@ -72,8 +72,9 @@ def _worst(losses, others):
     return max(abs(loss - other) for loss, other in zip(losses, others, strict=True))
 
 
-def test_the_vocabulary_parallel_loss_equals_stock_litgpt(folder, serial):
-    losses, _, state = run(folder, "vocabulary", "2x1x1x2", vocab_loss=True)
+@pytest.mark.parametrize(("grid", "stages"), [("2x1x1x2", 1), ("1x1x2x1", 2)])
+def test_the_vocabulary_parallel_loss_equals_stock_litgpt(folder, serial, grid, stages):
+    losses, _, state = run(folder, f"vocabulary-{stages}", grid, vocab_loss=True, pipeline=stages)
     assert losses == pytest.approx(serial[0], abs=1e-4)
     assert distance(state["model"], serial[2]["model"]) < 1e-5
 
@@ -191,7 +192,10 @@ def test_goldfish_masks_training_and_not_validation():
             ["pretrain", "pythia-14m", "--context", "2", "--context-kind", "tree", "--grid", "1x1x2x1"],
             "context='tree' is not known; use one of 'ring', 'gather', 'heads'",
         ),
-        (["finetune_lora", ".", "--context", "2", "--grid", "1x1x2x1"], "--context is of pretrain: finetune_lora"),
+        (
+            ["finetune_adapter", ".", "--context", "2", "--grid", "1x1x2x1"],
+            "--context is of pretrain, finetune_full and",
+        ),
         (["pretrain", "pythia-14m", "--context-kind", "heads", "--grid", "1x1x2x1"], "--context-kind heads is of"),
         (
             ["pretrain", "pythia-14m", "--context", "2", "--grid", "2x2x2x1", "--algorithm", "tesseract"],
@@ -244,6 +248,10 @@ def test_goldfish_masks_training_and_not_validation():
         (["evaluate", "folder", "--tasks", "a", "--batch_size", "auto", "--grid", "2x1x1x1"], "--batch_size auto is"),
         (["generate_adapter", ".", "--adapter_path", "no/such"], "--adapter_path no/such does not exist"),
         (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
+        (
+            ["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--elastic", "1:2"],
+            "here --max-restarts N starts lost ranks",
+        ),
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
         (["generate_full", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "bnb.nf4 runs on one device only"),
         (
@@ -399,6 +407,7 @@ REFUSED = {
     " and torn/slimpajama/train is not",
     "pretrain pythia-14m --data TextFiles --data.train_data_pat .": "train_data_pat is no option of TextFiles; did you"
     " mean train_data_path?",
+    "pretrain pythia-14m --data LocalText --data.paths run.yaml": "--data.paths run.yaml is not a list, such as '[",
     "pretrain pythia-14m --data TextFiles --data.seed 3": "--data.train_data_path is missing; TextFiles wants it",
     "finetune_lora . --data litgpt.data.Alpaca2k --data.no 3": "use one of mask_prompt, val_split_fraction, prompt",
     "finetune_lora . --data JSON": "--data.json_path is missing; JSON wants it",
@@ -417,6 +426,7 @@ REFUSED = {
     "convert_from_litgpt sharded out": "sharded holds a sharded checkpoint; make it whole: axo consolidate sharded",
     "convert_pretrained_checkpoint --checkpoint_dir=sharded out": "sharded holds a sharded checkpoint; make it whole",
     "finetune_lora logs --grid 2x1x1x1": "checkpoint_dir logs holds no lit_model.pth; name a folder that litgpt down",
+    "finetune_lora trained --grid 2x1x1x1": "trained holds a checkpoint of a training; take the model out of it",
     "generate logs": "checkpoint_dir logs holds no lit_model.pth",
     "chat run.yaml": "checkpoint_dir run.yaml is not a checkpoint directory",
 }
@@ -459,6 +469,8 @@ def test_wrong_input_is_one_line_before_there_are_ranks(tmp_path):
     for name, content in records.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     (tmp_path / "torn.json").write_text("[{")
+    (tmp_path / "trained").mkdir()
+    torch.save({"model": {}, "step_count": 4}, tmp_path / "trained" / "lit_model.pth")
     (tmp_path / "sharded" / "lit_model.pth").mkdir(parents=True)
     (tmp_path / "sharded" / "lit_model.pth" / ".metadata").touch()
     (tmp_path / "lines.jsonl").write_text(

@@ -216,7 +216,7 @@ def launches(monkeypatch, operation, strategy, chunks, rank, size=4, keep=True):
         ("all_gather", "signal", lambda c, sides: 2 + 2 * c),
         # the own product, then those of each chunk, which travels, and what is kept
         ("all_gather", "split", lambda c, sides: 1 + (2 + sides) * c),
-        ("all_gather", "signal in windows", lambda c, sides: 3 + 2 * c),
+        ("all_gather", "signal in windows", lambda c, sides: 2 + 2 * c),
         ("all_gather", "split in windows", lambda c, sides: 3 + (1 + sides) * c),
     ],
 )

@@ -6,6 +6,7 @@ were forked, whose kernels run at once. Each room is NaN before its first use; i
 
 import itertools
 import multiprocessing
+import time
 
 import pytest
 import torch
@@ -229,6 +230,29 @@ def check_processes(rounds):
 
 def test_processes_push_into_each_other(interpreter):
     interpreter.run(check_processes, 6)
+
+
+def check_tried_alone():
+    """A rank's part of what others take part in, with nobody there: each strategy ends, and at once."""
+    from axo_kernels.tune.choice import Choice
+    from axo_kernels.tune.runners import run_alone
+
+    a, b = operands(12, 3, "NT")[0][1]
+    like = Played(3).ranks[1]
+    for operation, strategy in itertools.product(
+        ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul_kept"), ("serial", "split", "signal", "push")
+    ):
+        if "gather" in operation and strategy == "push":
+            continue
+        chunks = 2 if strategy in ("split", "signal") else 1
+        started = time.monotonic()
+        run_alone(operation, "b", like, "NT", Choice("triton", "NT", None, strategy, chunks), [a, b])
+        assert time.monotonic() - started < 0.5 * like.timeout, (operation, strategy)
+    assert not like.rooms and not [*like.workspaces.all()]
+
+
+def test_a_rank_tries_its_part_alone(interpreter):
+    interpreter.run(check_tried_alone)
 
 
 def check_room():

@@ -9,10 +9,19 @@ all states and names what is wrong.
                 the phase of that parity is over, so a barrier that nobody has used passes ``wait(1)``
     bulk copy   what was in the buffer is gone when the copy is issued, what is new is there when it arrives
     product     reads its buffers from its issue to its end; a group's products end in order
-    bulk store  reads its buffer from its issue to its end
+    bulk store  reads its buffer from its issue to its end, and is in memory some time later
 
 A group is one thread here. In the kernel it is 128, which meet at a barrier of their own before one of them arrives
 anywhere; that this is so in the compiled code is checked there (bench.tools.assembly.grouped_complaints).
+
+Where the kernel meets a stream at flags, memory is weak: who has not acquired what another has released knows nothing
+of it.
+
+    wait        chunks come one by one, or never. A bulk load may read what the producer has acquired, and then fenced
+                for the copy engine, or has given up; then the groups must know of that
+    signal      a group has two threads: one that stores, and learns that a store is in memory by waiting for its end,
+                and one that counts, and learns of it at the barrier of the group. A count passes on what is known. A
+                flag must stand for all parts of all tiles of its chunk
 
 Not here: numerics, addresses in memory, and how fast it is.
 """
@@ -35,6 +44,8 @@ class Ring:
         stages, tiles, k_steps, parts: As in the kernel; tiles of this program.
         head: Steps that group 1 starts behind group 0; None: half of the stages, as in the kernel.
         broken: A mutation, by name; "": none.
+        meets: ``"wait"`` or ``"signal"`` where the program meets a stream at flags.
+        chunk: Tiles of a chunk.
     """
 
     pingpong: bool
@@ -44,6 +55,8 @@ class Ring:
     parts: int = 1
     head: int | None = None
     broken: str = ""
+    meets: str = ""
+    chunk: int = 1
 
     @property
     def halves(self) -> int:
@@ -60,6 +73,12 @@ class Ring:
     def producer(self) -> Iterator[Instruction]:
         index, phase = 0, 0 if self.broken == "first phase" else 1
         for tile in range(self.tiles):
+            chunk = tile // self.chunk
+            if self.meets == "wait" and tile % self.chunk == 0:
+                before: list[Instruction] = [("flag", chunk), ("mark", chunk), ("fence",)]
+                if self.broken in ("flag", "mark", "fence"):
+                    before = [each for each in before if each[0] != self.broken]
+                yield from reversed(before) if self.broken == "fence first" else before
             for step in range(self.k_steps):
                 yield "wait", f"empty {index}", phase
                 yield "expect", f"full {index}", 1 if self.broken == "too few bytes" else self.halves + 1
@@ -77,6 +96,8 @@ class Ring:
         if not self.pingpong and who == 1:
             yield "wait", "order 1", 0
         for turn in range(first, self.tiles, stride):
+            if self.meets == "wait" and self.broken == "looks first":
+                yield "look", turn // self.chunk
             position = 0 if self.broken == "position" and turn == first else turn * self.k_steps
             index, phase = position % self.stages, position // self.stages & 1
             last = index
@@ -102,12 +123,43 @@ class Ring:
             yield "products", 0
             if self.broken not in ("last stage kept", "gives back what is read"):
                 yield "arrive", f"empty {last}"
+            if self.meets == "wait" and self.broken != "looks first":
+                yield "look", turn // self.chunk
             for part in range(self.parts):
                 if self.broken != "buffer in use":
                     yield "stores", 0
                 yield "fill", f"c {who}", (turn, part)
                 yield "store", f"c {who}", (turn, who, part)
+            if self.meets == "signal":
+                yield "stores" if self.broken == "buffer alone" else "written", 0
+                yield ("meet",)
         yield "stores", 0
+
+    def counter(self, who: int) -> Iterator[Instruction]:
+        """The thread of a group that counts what the group has stored."""
+        for number, turn in enumerate(range(who if self.pingpong else 0, self.tiles, 2 if self.pingpong else 1)):
+            if self.broken != "no barrier":
+                yield "met", number
+            yield "count", turn // self.chunk
+
+    def parts_of(self, chunk: int) -> frozenset[tuple[int, int, int]]:
+        """What a chunk's flag stands for: turn, group, part."""
+        groups = (0, 1)
+        return frozenset(
+            (turn, who, part)
+            for turn in range(chunk * self.chunk, min(self.tiles, (chunk + 1) * self.chunk))
+            for who in (groups if not self.pingpong else (turn % 2,))
+            for part in range(self.parts)
+        )
+
+    def counted(self, chunk: int) -> int:
+        """How often a chunk is counted before its flag is set."""
+        tiles = min(self.tiles, (chunk + 1) * self.chunk) - chunk * self.chunk
+        return 1 if self.broken == "every tile" else tiles * (1 if self.broken == "half" else self.halves)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.tiles // self.chunk)
 
 
 class Wrong(Exception):
@@ -117,30 +169,37 @@ class Wrong(Exception):
 class State(NamedTuple):
     """Everything that decides what can happen next; hashable."""
 
-    at: tuple[int, int, int]  # the next instruction of group 0, group 1 and the producer
+    at: tuple[int, ...]  # the next instruction of group 0, group 1, the producer, and who counts of each group
     barriers: tuple[tuple[int, int, int], ...]  # parity of the phase that runs, arrivals and bytes that are missing
     held: tuple[Any, ...]  # what is in each buffer; None: a copy is on its way there
     loads: frozenset[tuple[int, int, Any]]  # barrier, buffer, content
     products: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]  # buffers being read, oldest first
     stores: tuple[tuple[int, ...], tuple[int, ...]]  # the same
+    come: int = 0  # chunks, in order
+    acquired: frozenset[int] = frozenset()  # chunks, by the producer
+    loadable: frozenset[int] = frozenset()  # chunks, by the copy engine
+    given_up: frozenset[int] = frozenset()
+    marked: frozenset[int] = frozenset()
+    writes: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())  # of each group, on their way to memory, oldest first
+    known: tuple[frozenset[Any], ...] = (frozenset(),) * 4  # parts in memory, by each group's two threads
+    meetings: tuple[tuple[frozenset[Any], ...], ...] = ((), ())  # of each group: what was known there
+    counters: tuple[tuple[int, frozenset[Any]], ...] = ()  # of each chunk: how often, and what is passed on
+    flags: frozenset[int] = frozenset()  # that the program has set
 
 
 class Machine:
     """The groups' instructions with numbers for names, and what one step does to a state."""
 
     def __init__(self, ring: Ring) -> None:
+        self.ring = ring
         counts = ring.counts()
         self.barriers = {name: number for number, name in enumerate(counts)}
         self.counts = tuple(counts.values())
         self.buffers: dict[str, int] = {}
-        self.programs = [self._numbered(each) for each in (ring.consumer(0), ring.consumer(1), ring.producer())]
-        groups = (0, 1)
-        self.expected = {
-            (turn, who, part)
-            for turn in range(ring.tiles)
-            for who in (groups if not ring.pingpong else (turn % 2,))
-            for part in range(ring.parts)
-        }
+        parts = [ring.consumer(0), ring.consumer(1), ring.producer()]
+        parts += [ring.counter(0), ring.counter(1)] if ring.meets == "signal" else []
+        self.programs = [self._numbered(each) for each in parts]
+        self.expected = set[Any]().union(*(ring.parts_of(chunk) for chunk in range(ring.chunks)))
 
     def _numbered(self, program: Iterator[Instruction]) -> list[Instruction]:
         found = []
@@ -160,7 +219,10 @@ class Machine:
 
     def start(self) -> State:
         barriers = tuple((0, count, 0) for count in self.counts)
-        return State((0, 0, 0), barriers, ("nothing",) * len(self.buffers), frozenset(), ((), ()), ((), ()))
+        held = ("nothing",) * len(self.buffers)
+        counters = ((0, frozenset[Any]()),) * self.ring.chunks
+        at = (0,) * len(self.programs)
+        return State(at, barriers, held, frozenset(), ((), ()), ((), ()), counters=counters)
 
     def after(self, state: State) -> Iterator[State]:
         """Every state that can come next."""
@@ -169,6 +231,13 @@ class Machine:
                 following = self._instruction(state, group, program[state.at[group]])
                 if following is not None:
                     yield following
+                elif program[state.at[group]][0] == "flag":  # its bound is used up
+                    yield state._replace(
+                        at=_put(state.at, group, state.at[group] + 1),
+                        given_up=state.given_up | {program[state.at[group]][1]},
+                    )
+        if self.ring.meets == "wait" and state.come < self.ring.chunks:
+            yield state._replace(come=state.come + 1)
         for load in state.loads:
             barrier, buffer, content = load
             yield state._replace(
@@ -181,6 +250,8 @@ class Machine:
                 yield state._replace(products=_put(state.products, who, state.products[who][1:]))
             if state.stores[who]:
                 yield state._replace(stores=_put(state.stores, who, state.stores[who][1:]))
+            if len(state.writes[who]) > len(state.stores[who]):
+                yield state._replace(writes=_put(state.writes, who, state.writes[who][1:]))
 
     def _instruction(self, state: State, group: int, instruction: Instruction) -> State | None:
         """The state behind an instruction; None while it must wait."""
@@ -196,8 +267,13 @@ class Machine:
             return on._replace(barriers=self._barrier(state, words[0], -1, 0))
         if name == "expect":
             return on._replace(barriers=self._barrier(state, words[0], -1, words[1]))
+        if name in _MEETING:
+            return self._meeting(state, on, group, name, words)
         if name == "load":
             barrier, buffer, content = words
+            chunk = content[0] // self.ring.chunk
+            if self.ring.meets == "wait" and chunk not in state.loadable | state.given_up:
+                raise Wrong("a copy reads what has not come")
             if any(buffer in read for products in state.products for read in products):
                 raise Wrong("a buffer is filled while a product reads it")
             if state.held[buffer] is None:
@@ -213,7 +289,50 @@ class Machine:
                 raise Wrong("a buffer is written while it is stored")
             return on._replace(held=_put(state.held, words[0], words[1]))
         assert name == "store"
-        return on._replace(stores=_put(state.stores, group, (*state.stores[group], words[0])))
+        on = on._replace(stores=_put(state.stores, group, (*state.stores[group], words[0])))
+        if self.ring.meets != "signal":
+            return on
+        return on._replace(writes=_put(state.writes, group, (*state.writes[group], words[1])))
+
+    def _meeting(self, state: State, on: State, group: int, name: str, words: list[Any]) -> State | None:
+        """The same of what happens at flags."""
+        broken = self.ring.broken
+        if name == "flag":
+            if state.come <= words[0]:
+                return None
+            return on if broken == "no acquire" else on._replace(acquired=state.acquired | {words[0]})
+        if name == "fence":
+            return on._replace(loadable=state.acquired)
+        if name == "mark":
+            return on._replace(marked=state.marked | (state.given_up & {words[0]}))
+        if name == "look":
+            if words[0] in state.given_up - state.marked:
+                raise Wrong("what has not come is stored as if it had")
+            return on
+        if name == "written":
+            if state.writes[group]:
+                return None
+            done = {each[2] for each in self.programs[group][: state.at[group]] if each[0] == "store"}
+            return on._replace(known=_put(state.known, group, frozenset(done)))
+        if name == "meet":
+            return on._replace(meetings=_put(state.meetings, group, (*state.meetings[group], state.known[group])))
+        who = group - 3
+        if name == "met":
+            if len(state.meetings[who]) <= words[0]:
+                return None
+            return on._replace(known=_put(state.known, 2 + who, state.known[2 + who] | state.meetings[who][words[0]]))
+        assert name == "count"
+        (chunk,), known = words, state.known[2 + who]
+        count, passed = state.counters[chunk]
+        if broken != "count relaxed":
+            known = passed = known | passed
+            on = on._replace(known=_put(state.known, 2 + who, known))
+        if (last := count + 1 == self.ring.counted(chunk)) and broken != "count kept":
+            count = -1
+        on = on._replace(counters=_put(state.counters, chunk, (count + 1, passed)))
+        if last and not self.ring.parts_of(chunk) <= (frozenset() if broken == "no release" else known):
+            raise Wrong("a flag is set before all that it stands for is known to be in memory")
+        return on._replace(flags=state.flags | {chunk}) if last else on
 
     def _barrier(self, state: State, number: int, arrivals: int, expected: int) -> tuple[tuple[int, int, int], ...]:
         parity, missing, pending = state.barriers[number]
@@ -230,6 +349,11 @@ class Machine:
             raise Wrong("nobody can go on")
         if state.loads or any(state.products) or any(state.stores):
             raise Wrong("the program ends while something is on its way")
+        if self.ring.meets == "signal" and (len(state.flags) < self.ring.chunks or any(n for n, _ in state.counters)):
+            raise Wrong("a flag is not set, or a counter not empty")
+
+
+_MEETING = ("flag", "fence", "mark", "look", "written", "meet", "met", "count")
 
 
 def _put(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """The kernel for Hopper, which nothing here can run: its barriers in a model, its machine code, who is let near it."""
 
+import itertools
 import warnings
 from dataclasses import replace
 
@@ -17,7 +18,8 @@ from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import Choice, from_json
 from axo_kernels.tune.timing import Timing
 from axo_kernels.tune.trust import shape_class
-from bench.tools.assembly import grouped_complaints, loop_bodies
+from bench.lib import launches
+from bench.tools.assembly import grouped_complaints, loop_bodies, meeting_complaints
 
 from .ring_model import Ring, explore
 
@@ -65,6 +67,38 @@ BROKEN = {
 def test_the_model_finds_what_is_broken(broken):
     found = explore(Ring(True, 2, 3, 3, broken=broken))[1] or explore(Ring(False, 2, 3, 3, broken=broken))[1]
     assert found and (not BROKEN[broken] or BROKEN[broken] == found), found
+
+
+MEETINGS = [  # both ways, tiles of a chunk: one, several, one less in the last
+    (Ring(pingpong, 2, tiles, steps, meets=meets, chunk=chunk))
+    for meets in ("wait", "signal")
+    for pingpong in (True, False)
+    for tiles, steps, chunk in ((1, 2, 1), (2, 1, 1), (2, 1, 2), (3, 1, 2))
+    if (pingpong or tiles < 3)
+]
+
+
+def test_no_order_of_events_is_wrong_where_the_kernel_meets_a_stream():
+    counts = [explore(ring) for ring in MEETINGS]
+    assert all(not wrong for _, wrong in counts), counts
+    assert min(states for states, _ in counts) > 30 and sum(states for states, _ in counts) > 5_000
+
+
+COME, LOST = "a copy reads what has not come", "what has not come is stored as if it had"
+STORED = "a flag is set before all that it stands for is known to be in memory"
+UNMET = {
+    "wait": {"flag": COME, "no acquire": COME, "fence": COME, "fence first": COME, "mark": LOST, "looks first": LOST},
+    "signal": {
+        "buffer alone": STORED, "no barrier": STORED, "count relaxed": STORED, "no release": STORED,
+        "every tile": STORED, "half": STORED, "count kept": "a flag is not set, or a counter not empty",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("meets, broken", [(meets, broken) for meets in UNMET for broken in UNMET[meets]])
+def test_the_model_finds_what_is_broken_at_flags(meets, broken):
+    """In halves, two tiles of which are a chunk: counted by both groups."""
+    assert explore(Ring(False, 2, 2, 1, meets=meets, chunk=2, broken=broken))[1] == UNMET[meets][broken]
 
 
 def test_rings_that_cannot_turn():
@@ -124,6 +158,103 @@ def test_what_the_gate_on_machine_code_lets_through():
         found = grouped_complaints(SASS.replace(old, new), accumulate=False)
         assert any(told in each for each in found), (old, new, found)
     assert grouped_complaints(SASS, accumulate=True) == ["no UTMAREDG"]
+
+
+# What the kernel has where it meets a stream, in the order of its PTX: the groups, then who loads, or the other group.
+WAITS = """
+ bar.sync 0, 128;
+ cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1, %r2}], [%r3];
+ setmaxnreg.dec.sync.aligned.u32 24;
+ @%p1 ld.global.sys.acquire.b32 %r83, [ %rd17 + 0 ];
+ @%p1 ld.global.sys.acquire.b32 %r85, [ %rd17 + 0 ];
+ fence.proxy.async.global; mov.u32 %r90, 0;
+ @%p2 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r94], [%rd2, {%r4, %r5}], [%r93];
+"""
+SIGNALS = """
+ @%p3 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1, %r2}], [%r3];
+ cp.async.bulk.wait_group 0; mov.u32 %r391, 0;
+ bar.sync 0, 128;
+ @%p4 atom.global.gpu.acq_rel.add.u32 %r394, [ %rd79 + 0 ], %r395;
+ @%p4 atom.global.sys.release.exch.b32 %r472, [ %rd80 + 0 ], %r473;
+"""
+
+
+def test_what_the_gate_on_flags_lets_through():
+    lines = WAITS.strip().splitlines()
+    assert not meeting_complaints(WAITS, "wait") and not meeting_complaints("", "matmul")
+    for first, second in itertools.combinations((2, 3, 5, 6), 2):  # any two in the other's place
+        swapped = list(lines)
+        swapped[first], swapped[second] = lines[second], lines[first]
+        assert meeting_complaints("\n".join(swapped), "wait"), (first, second)
+    for gone in (2, 5):
+        assert meeting_complaints("\n".join(lines[:gone] + lines[gone + 1 :]), "wait")
+    assert meeting_complaints(lines[3] + WAITS, "wait"), "a group that multiplies waits too"
+    both, lines = SIGNALS + SIGNALS.replace("bar.sync 0", "bar.sync 2"), SIGNALS.strip().splitlines()
+    assert not meeting_complaints(both, "signal") and meeting_complaints(SIGNALS, "signal")
+    for gone in range(len(lines)):
+        assert meeting_complaints(both.replace(lines[gone], "", 1), "signal"), lines[gone]
+    for old, new in (
+        ("wait_group 0", "wait_group.read 0"),
+        ("gpu.acq_rel", "gpu.relaxed"),
+        ("sys.release", "gpu.release"),
+        (", 128;", ", 256;"),
+    ):
+        assert meeting_complaints(both.replace(old, new, 1), "signal"), new
+
+
+def test_where_it_meets_a_stream_it_is_launched_with_whole_tiles_alone(monkeypatch):
+    """Else the others' default is; and the tuner tries it nowhere until a GPU has trusted it."""
+    from axo_kernels.comm.adapters import SoloCommunicator
+    from axo_kernels.fused import segments
+    from axo_kernels.fused.chunks import chunk_order
+    from axo_kernels.fused.workspace import Workspace
+    from axo_kernels.gemm import tiles
+    from axo_kernels.tune.choice import fused_choices, usable
+
+    launched = []
+
+    class Kernels:
+        def __getattr__(self, name):
+            return {(count,): lambda *given, **more: launched.append(("others", more)) for count in range(1, 133)}
+
+    monkeypatch.setattr(segments.devices, "target_of", lambda device: TARGETS["sm_90"])
+    monkeypatch.setattr(segments.devices, "signal_kernels", Kernels)
+    monkeypatch.setattr(segments, "programs_left", lambda comm, device: 100)
+    monkeypatch.setattr(segments, "operand_descriptors", lambda left, right, config: [left, right])
+    monkeypatch.setattr(segments, "launch_grouped", lambda *given, **more: launched.append((given[5].groups, more)))
+
+    def launch(kind, rows, chunks, dtype=torch.bfloat16):
+        order, cpu = chunk_order(kind, rows, chunks, 0, 2), torch.device("cpu")
+        along_n = kind == "all_gather"
+        a, b = (torch.empty(size, 64, dtype=dtype) for size in ((256, 2 * rows) if along_n else (rows, 256)))
+        product, workspace = Product("NT", len(a), len(b), 64, dtype), Workspace("a product", order, cpu)
+        out = torch.empty(len(a), len(b), dtype=dtype)
+        segments.SegmentedProduct(product, workspace, SoloCommunicator(), config=HOPPER[0]).launch(a, b, out, along_n)
+        return launched.pop()
+
+    kind, meeting = launch("all_gather", 512, 2)
+    assert kind == "shared" and meeting["tiles"] == 8 and meeting["NUM_PROGRAMS"] == 100
+    assert (meeting["WAIT"], meeting["ALONG_N"], meeting["SEGMENTS"]) == (True, True, 16)
+    kind, meeting = launch("all_reduce", 512, 4)
+    assert kind == "shared" and not meeting["WAIT"] and not meeting["ALONG_N"]
+    assert launch("all_gather", 512, 4)[0] == "others", "chunks of 128 columns, tiles of 256"
+    assert launch("all_reduce", 512, 3)[0] == "others"
+
+    (m, n, _), chunks = launches.MEETING_SIZES, launches.MEETING_CHUNKS
+    for kind, rows in (("all_reduce", m), ("reduce_scatter", m), ("all_gather", n // 4)):
+        order = chunk_order(kind, rows, chunks, 0, 4, 128)
+        assert all(segments.whole_tiles(order, config, kind == "all_gather") for config in HOPPER), "what a GPU tries"
+
+    monkeypatch.setattr(choice_module.devices, "runs_triton", lambda device: True)
+    product, cuda = Product("NT", 4096, 4096, 4096, torch.bfloat16), torch.device("cuda", 0)
+    choices = (SoloCommunicator(), lambda product, device: Choice("vendor", "NT"), {"windows": "no", "push": ""})
+    mine = Choice("triton", "NT", HOPPER[0], "signal", 2)
+    for on in (False, True):
+        assert tiles.HOPPER_FLAGS is on and usable(mine, product, cuda) is on
+        found = fused_choices("matmul_all_reduce", product, cuda, "b", *choices)
+        grouped = {choice.config.groups for choice in found if choice.config is not None} - {""}
+        assert grouped == ({"shared", "pingpong"} if on else set())
+        monkeypatch.setattr(tiles, "HOPPER_FLAGS", True)
 
 
 @pytest.mark.parametrize("fault", ["", "a step left out", "one element", "bias", "accumulate", "raises"])

@@ -233,6 +233,7 @@ def check_refused():
         matmul(a, b[(0,) * len(lead)].contiguous(), out=out, config=replace(POINTERS, split_k=2))  # one matrix of rows
     wrong: list = [("split_k", value) for value in (1.5, 2.0, True, "2", None, 0, -1)]
     wrong += [(name, 2.5) for name in ("block_m", "group_m", "warps", "stages", "parts", "waves_per_eu", "nonkdim")]
+    wrong += [("parts", 3), ("nonkdim", 5)]
     wrong += [("groups", "solo"), ("groups", None), ("groups", []), ("descriptors", 1), ("flatten", "no"), ("parts", 0)]
     a, b = operands("NN", 8, 8, 8, torch.float32)
     for name, value in wrong:

@@ -1,9 +1,9 @@
 """A data loader whose batches are the same on all ranks along x and y, whatever data module is behind it.
 
 A data rank is Gx*Gy ranks. The first of them (x = y = 0, in the first stage) reads; its batch goes to the others over
-x, then over y, then to the other stages, as pickled bytes. (With Tesseract a data rank is Gy ranks: over y alone. The
-ranks of a context are one data rank here, whose first one reads.) So nothing depends on equal random state, equal
-workers or equal file systems, and one rank's error is every peer's error.
+x, then over y, then to the other stages, in the format of ``axo.comm.values``. (With Tesseract a data rank is Gy ranks:
+over y alone. The ranks of a context are one data rank here, whose first one reads.) So nothing depends on equal random
+state, equal workers or equal file systems, and one rank's error is every peer's error.
 Ranks that share a batch must keep their random generators equal, because generation samples with them. So the reader
 uses a random state of its own, and reading does not change its generators.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -33,9 +32,10 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from axo.comm import values
 from axo.comm.connect import Communicators
 from axo.errors import Refused
-from axo.integrations.data_ranks import cut_for_data_ranks, numbers_of_data_ranks
+from axo.integrations.data_ranks import cut_for_data_ranks, in_one_order, numbers_of_data_ranks
 
 
 class Position:
@@ -132,16 +132,9 @@ def split_in_order(loader: Any, comms: Communicators, *, stand_ins: bool = False
                 f" {comms.row_parts} data ranks, and the rest is dropped; use smaller batches, or fewer ranks"
             )
         return with_batches(loader, cut)
-    sampler = _in_one_order(loader.sampler, comms)
+    sampler = in_one_order(loader.sampler, comms)
     mine = DistributedSamplerWrapper(sampler, num_replicas=comms.row_parts, rank=comms.row_part, shuffle=False)
     return _update_dataloader(loader, mine)
-
-
-def _in_one_order(sampler: Any, comms: Communicators) -> Any:
-    if isinstance(sampler, RandomSampler) and sampler.generator is None:
-        seed = torch.randint(1 << 62, (1,), dtype=torch.int64).to(comms.device)  # no order is given: rank 0's
-        sampler.generator = torch.Generator().manual_seed(int(comms.everyone.broadcast(seed, root=0)))
-    return sampler
 
 
 class EachOnce:
@@ -164,7 +157,7 @@ class EachOnce:
     def __init__(
         self, sampler: Any, batch_size: int, drop_last: bool, comms: Communicators, *, stand_ins: bool = False
     ) -> None:
-        self.sampler, self.batch_size, self.drop_last = _in_one_order(sampler, comms), batch_size, drop_last
+        self.sampler, self.batch_size, self.drop_last = in_one_order(sampler, comms), batch_size, drop_last
         self.stand_ins = stand_ins
         self.num_replicas, self.rank = comms.row_parts, comms.row_part
         self.sizes()
@@ -333,15 +326,8 @@ class SharedLoader:
 
     def _share(self, outcome: Any) -> tuple[str, Any]:
         """The first rank's ``outcome``, on all ranks along x and y and of all stages."""
-        comms = self._comms
-        message = torch.frombuffer(bytearray(_pickle(outcome) if self._reads else b"-"), dtype=torch.uint8)
-        size = torch.tensor([message.numel()], dtype=torch.int64)
-        self._broadcast(size)
-        if not self._reads:
-            message = torch.empty(int(size), dtype=torch.uint8)
-        message = message.to(comms.device)
-        self._broadcast(message)
-        return pickle.loads(message.cpu().numpy().tobytes())
+        kind, value = values.broadcast(outcome, self._broadcast, self._reads, self._comms.device)
+        return kind, value
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         coords = self._comms.coords
@@ -351,13 +337,3 @@ class SharedLoader:
             if not any(getattr(coords, later) for later in self._peers[place + 1 :]):
                 self._comms.axis(axis).broadcast(tensor, root=0)
         self._comms.pipeline.broadcast(tensor, root=0)
-
-
-def _pickle(outcome: tuple[str, Any]) -> bytes:
-    kind, value = outcome
-    try:
-        return pickle.dumps(outcome, protocol=5)
-    except Exception as error:
-        if kind == "error":  # an exception that cannot be pickled: its text goes
-            return pickle.dumps((kind, RuntimeError(f"{type(value).__name__}: {value}")))
-        return pickle.dumps(("error", TypeError(f"data: a batch cannot be sent to other ranks: {error}")))

@@ -26,8 +26,6 @@ lower tier (``axo.Offload``); an AdamW that Fabric sets up becomes one whose sta
 then a data rank, its Gx*Gy ranks together, is what Fabric calls a device; whatever reduces or gathers for the user
 counts each data rank once, while agreements and barriers are of all ranks.
 
-Programs that take a strategy by name only get one through :func:`register`.
-
 Not here: FSDP's and DDP's options, models that the plan does not know (refused by name).
 """
 
@@ -57,6 +55,7 @@ from torch.optim import Optimizer
 import axo
 from axo.arrangement import arrangement_of
 from axo.check import one_of, whole_number
+from axo.comm.agree import all_call
 from axo.comm.connect import Communicators
 from axo.comm.rendezvous import launchers_store, store_of_this_start
 from axo.errors import Refused
@@ -69,6 +68,7 @@ from axo.integrations.fabric.materialize import holds_meta, materialize
 from axo.integrations.fabric.recorded_init import RecordedInit
 from axo.integrations.fabric.stages import StagedLogits, StageRunner, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
+from axo.launch import meet_in_a_file
 from axo.nn.context import check_kind
 from axo.nn.layer import is_parallel, refuse_context
 from axo.optim.checks import check_update
@@ -203,20 +203,20 @@ class AxoStrategy(DDPStrategy):
         return self.ranks // self._num_nodes
 
     @property
-    def data_ranks(self) -> int:
+    def row_parts(self) -> int:
         """Parts that batches are cut into: Gz * Gdata / context; with Tesseract Gx * Gz * Gdata."""
         return self.arrangement.row_parts(self.grid) // self.context
 
     @property
     def world_size(self) -> int:
-        return self.data_ranks if self.counts == "data" else self.ranks
+        return self.row_parts if self.counts == "data" else self.ranks
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
         if self.like_one_device:
             return None  # Fabric keeps the sampler
         coords = self.grid.coords(self.global_rank % self.grid.world_size)
-        return {"num_replicas": self.data_ranks, "rank": self.arrangement.row_part(self.grid, coords) // self.context}
+        return {"num_replicas": self.row_parts, "rank": self.arrangement.row_part(self.grid, coords) // self.context}
 
     def _set_world_ranks(self) -> None:
         """Called by Fabric once it knows devices, nodes and environment, before any process is started."""
@@ -242,7 +242,7 @@ class AxoStrategy(DDPStrategy):
                 f" num_nodes={self._num_nodes}"
             )
         given, wanted = self.parallel_devices or [torch.device("cpu")], self.num_processes
-        fitting = {1, wanted} | ({self.data_ranks} if self.counts == "data" else set())
+        fitting = {1, wanted} | ({self.row_parts} if self.counts == "data" else set())
         if len(given) not in fitting:
             raise ValueError(
                 f"AxoStrategy: devices={len(given)} does not fit grid {self._shown}; leave devices out (the grid says"
@@ -254,6 +254,10 @@ class AxoStrategy(DDPStrategy):
         self.parallel_devices = given
 
     # --- launch -------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        meet_in_a_file(self.cluster_environment, self._num_nodes)
+        super()._configure_launcher()
 
     def _setup_distributed(self) -> None:
         if self.comms is not None:
@@ -311,6 +315,10 @@ class AxoStrategy(DDPStrategy):
         vote = torch.tensor([int(decision)], dtype=torch.int64, device=self.comms.device)
         return bool(self.comms.everyone.all_reduce(vote, "min" if all else "max").item())
 
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank ``src``'s object, on every rank; no pickle, so not of any class (``axo.comm.values``)."""
+        return obj if self.comms is None else data_ranks.broadcast(obj, self.comms, src)
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.comms is not None:
             self.comms.everyone.barrier()
@@ -353,9 +361,9 @@ class AxoStrategy(DDPStrategy):
         if self.vocab_loss:
             head: Any = module.get_submodule("lm_head")
             self._columns = head.out_features
-            head.register_forward_pre_hook(_gather_unless_training)  # whoever evaluates or generates wants whole logits
+            module.register_forward_pre_hook(partial(_gather_unless_training, head))
         if self.pipeline > 1:
-            context = self.precision.forward_context
+            context = self._forward_context
             self._stages = StageRunner(module, self.comms, self.schedule, self.cuts, self.microbatches, context)
         if originals:
             materialize(module, originals, self.comms, self._recorded)
@@ -450,6 +458,9 @@ class AxoStrategy(DDPStrategy):
             total = total + self._summed(part, wanted, ignore_index)
         return total / (targets != ignore_index).sum().clamp(min=1)
 
+    def _forward_context(self) -> AbstractContextManager[Any]:  # of a stage's micro-batch
+        return self.precision.forward_context()
+
     def _summed(self, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
         logits = self.precision.convert_output(logits)
         if not self.vocab_loss or self.grid.x == 1:
@@ -470,6 +481,7 @@ class AxoStrategy(DDPStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Whole tensors on rank 0, nothing elsewhere. Every rank must call it."""
+        all_call(self.comms, "fabric.save() or trainer.save_checkpoint()")
         keep = whole_checkpoint.keep_all if self.is_global_zero else None
         return whole_checkpoint.module_state(module, keep, stages=self._stages)
 
@@ -498,6 +510,7 @@ class AxoStrategy(DDPStrategy):
         if storage_options is not None or not whole_checkpoint.is_file_of_torch(path, self.checkpoint_io):
             super().save_checkpoint(path, state, storage_options, filter)  # which gathers by the two functions above
             return
+        all_call(self.comms, "fabric.save()")
         whole_checkpoint.save(path, state, filter or {}, writes=self.is_global_zero, stages=self._stages)
 
     def load_checkpoint(
@@ -557,21 +570,15 @@ def _cut_tokens(comms: Communicators, module: nn.Module, inputs: Any) -> Any:
     return cut_sequence(inputs[0], comms), *inputs[1:]
 
 
-def _gather_unless_training(head: Any, inputs: Any) -> None:
-    head.gather_output = not head.training
+def _gather_unless_training(head: Any, model: nn.Module, inputs: Any) -> None:
+    head.gather_output = not model.training  # whoever evaluates or generates wants whole logits
 
 
 def _agreeing(scaler: torch.amp.GradScaler, comms: Communicators) -> axo.GradScaler:
     """A gradient scaler of the same settings that skips a step on all ranks or on none."""
-    return axo.GradScaler(
-        scaler._device,
-        init_scale=scaler._init_scale,
-        growth_factor=scaler._growth_factor,
-        backoff_factor=scaler._backoff_factor,
-        growth_interval=scaler._growth_interval,
-        enabled=scaler.is_enabled(),
-        comms=comms,
-    )
+    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+    settings: dict[str, Any] = {name: getattr(scaler, f"_{name}") for name in names}
+    return axo.GradScaler(scaler._device, enabled=scaler.is_enabled(), comms=comms, **settings)
 
 
 def register(make: Callable[[], AxoStrategy]) -> None:

@@ -105,9 +105,10 @@ def _check_options(name: str, command: Command, options: Options) -> None:
     if not command.stages and options.pipeline > 1:
         able = ", ".join(other for other, each in PARALLEL.items() if each.stages)
         raise ValueError(f"litgpt: --pipeline is not for {name}; in stages run {able}")
-    if options.context > 1 and name != "pretrain":
+    if options.context > 1 and not (command.trains and command.stages):
         raise ValueError(
-            f"litgpt: --context is of pretrain: {name} shifts labels, or reads caches, of whole sequences; leave it out"
+            f"litgpt: --context is of pretrain, finetune_full and finetune_lora: {name} reads caches, or a prompt"
+            " before the tokens; leave it out"
         )
     for option in map(name_of, options.given):
         if option == "--host" and name != "serve":
@@ -155,6 +156,21 @@ def _check_paths(values: Mapping[str, Any], ranks: int, reads_sharded: bool) -> 
         _refuse({f"{lacks}, convert_to_litgpt or training": not (folder / "lit_model.pth").exists()})
     if not reads_sharded:
         refuse_sharded(values["checkpoint_dir"])
+    if "lora_r" in values and folder.is_dir():
+        _refuse_more_than_a_model(folder)
+
+
+def _refuse_more_than_a_model(folder: Path) -> None:
+    """Refuse what LitGPT would merge LoRA's adapters into, after the training, and cannot."""
+    try:
+        content = torch.load(folder / "lit_model.pth", mmap=True, weights_only=True, map_location="cpu")
+    except Exception:  # no checkpoint of torch: whoever reads the weights says so
+        return
+    if isinstance(content, dict) and "model" in content:
+        raise ValueError(
+            f"litgpt: {folder} holds a checkpoint of a training; take the model out of it, which is what adapters are"
+            f" merged into: axo litgpt convert_pretrained_checkpoint {folder} {folder}-model"
+        )
 
 
 def refuse_sharded(given: Any) -> None:

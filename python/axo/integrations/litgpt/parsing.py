@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _FOR_OTHER_METRICS = ("transformers", "matplotlib")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", **axo_options.KINDS}
+_WORDS[list] = """a list, such as '["FILE"]'"""
 
 # What was given, in jsonargparse's words.
 _GIVEN = (

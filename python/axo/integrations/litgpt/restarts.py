@@ -23,7 +23,7 @@ from axo.integrations.litgpt.parsing import Parsed
 from axo.launch import Rank, RankFailed, launch_local
 
 # Imported once, before local ranks are forked, instead of by each of them.
-_USED_BY_RANKS = ("axo.checkpoint.reader", "axo.checkpoint.writer", "axo.parallelize", "axo.plans.litgpt.plan")
+_USED_BY_RANKS = ("axo.checkpoint.reader", "axo.checkpoint.writer", "axo.parallelization", "axo.plans.litgpt.plan")
 _BEGUN = "axo/litgpt/begun"
 _MEETING_SECONDS = 600.0
 

@@ -40,13 +40,14 @@ from axo.nn.replicated import Replicated
 from axo.optim import step_hooks
 from axo.optim.checks import state_checks, watch_replaced
 from axo.overlap.model import engines
-from axo.parallelize import parallelize
+from axo.parallelization import parallelize
 from axo.placement import Placement, placement_of
 from axo.plans.serial import Serial
 
 BUCKET_BYTES = 64 << 20
 
 
+@torch.inference_mode(False)
 def regrid(model: nn.Module, optimizer: Optimizer | None, grid: Grid | str) -> nn.Module:
     """Let ``model`` and ``optimizer`` lie on another grid, in place. Every rank calls it, between two steps.
 
