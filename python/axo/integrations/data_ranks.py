@@ -78,6 +78,13 @@ def broadcast(value: Any, comms: Communicators, root: int) -> Any:
     return values.broadcast(value, send, everyone.rank == root, comms.device)
 
 
+def count_data_ranks(throughput: Any, comms: Communicators) -> None:
+    """Let a Throughput of Lightning's take a data rank for its device: one with the peak of all its ranks."""
+    throughput.world_size = comms.row_parts
+    if throughput.available_flops is not None:
+        throughput.available_flops *= comms.everyone.size // comms.row_parts
+
+
 def whole_numel(parameters: Iterable[torch.Tensor]) -> int:
     """Elements of the whole parameters, of which this rank may hold parts."""
     placements = [(parameter, placement_of(parameter)) for parameter in parameters]

@@ -56,7 +56,6 @@ from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
 from axo.integrations.fabric.figures import Figures
 from axo.integrations.fabric.loader import EachOnce, SharedLoader, with_batches
 from axo.integrations.fabric.strategy import AxoStrategy as FabricStrategy
-from axo.integrations.fabric.strategy import count_data_ranks
 from axo.launch import meet_in_a_file
 from axo.optim.clip import total_norm
 
@@ -301,7 +300,7 @@ class AxoStrategy(ParallelStrategy):
         for monitor in (each for each in trainer.callbacks if isinstance(each, ThroughputMonitor)):
             for throughput in monitor._throughputs.values():
                 throughput.available_flops = monitor.available_flops
-                count_data_ranks(throughput, self.comms)
+                data_ranks.count_data_ranks(throughput, self.comms)
         super().setup(trainer)
 
 

@@ -569,18 +569,11 @@ def register(make: Callable[[], AxoStrategy]) -> None:
     STRATEGY_REGISTRY.register("axo", make, "Four-dimensional parallelism on a grid of ranks", override=True)
 
 
-def count_data_ranks(throughput: Any, comms: Communicators) -> None:
-    """Let a Throughput of Lightning's take a data rank for its device: one with the peak of all its ranks."""
-    throughput.world_size = comms.row_parts
-    if throughput.available_flops is not None:
-        throughput.available_flops *= comms.everyone.size // comms.row_parts
-
-
 def _counting(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, fabric: Any, **options: Any) -> None:
         init(self, fabric, **options)
         if isinstance(fabric.strategy, AxoStrategy):
-            count_data_ranks(self, fabric.strategy.comms)
+            data_ranks.count_data_ranks(self, fabric.strategy.comms)
 
     return __init__
 
