@@ -75,6 +75,7 @@ class Case(NamedTuple):
     recomputed: str
     way: tuple[str, int, int]
     split: bool = False  # tokens over x: sequence parallelism
+    chunks: bool = False  # a loss without logits
 
     def config(self) -> TrainConfig:
         """The step as ``axo train`` takes it."""
@@ -84,6 +85,7 @@ class Case(NamedTuple):
             batch_size=SEQUENCES, seq_len=LENGTH, precision=self.precision, recompute=self.recomputed != "none",
             recompute_keeps="products" if self.recomputed == "selective" else "nothing",
             gather_cache=cache, zero=zero, accumulate=accumulate, sequence_parallel=self.split,
+            chunked_loss=self.chunks,
         )  # fmt: skip
 
 
@@ -107,6 +109,7 @@ def estimate(case: Case) -> tuple[Workload, RunOptions, memory.Memory]:
         zero=config.zero,
         recompute=case.recomputed,
         sequence_parallel=case.split,
+        chunked_loss=config.chunks_loss,
         **sizes,
     )
     return workload, run, memory.estimate(workload, config.grid, run)

@@ -34,7 +34,7 @@ def config(tokens: int, window: int, out: Path) -> TrainConfig:
         model |= {"sliding_window_size": window, "sliding_window_indices": [1, 1]}
     return TrainConfig(
         model_overrides=model, grid=axo.Grid(z=RANKS), context=RANKS, seq_len=tokens, batch_size=1, steps=3, warmup=0,
-        precision="32-true", recompute=True, chunked_loss=True, offload="activations", timeout=7200, out=str(out),
+        precision="32-true", recompute=True, offload="activations", timeout=7200, out=str(out),
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.route import GRAD_REDUCE
 from axo.plans import context as plan_context
 from axo.plans import experts as plan_experts
+from axo.plans import head_loss
 from axo.plans.replace import Replacer
 from axo.plans.serial import Serial
 from axo_kernels.fused.fp8 import SCALINGS
@@ -37,6 +38,7 @@ __all__ = ["init_weights", "parallelize"]
 PLANS = ("litgpt", "auto")
 
 
+@torch.inference_mode(False)  # parameters are to be trained
 def parallelize(
     model: nn.Module,
     comms: Communicators,
@@ -53,6 +55,7 @@ def parallelize(
     offload: Offload | None = None,
     fp8: str | None = None,
     context: str | None = None,
+    chunked_loss: bool = False,
 ) -> nn.Module:
     """Replace the layers of ``model`` by parallel ones and return it. All ranks call it, before they make optimizers.
 
@@ -92,6 +95,8 @@ def parallelize(
             (the default there) passes keys and values on behind the attention of those at hand; ``"gather"`` gathers
             them; ``"heads"`` exchanges tokens for heads. Each rank then takes and returns its tokens
             (``axo.shard_batch``).
+        chunked_loss: Of plan "auto", for transformers' causal language models: where they train with ``labels`` the
+            loss is made in chunks of rows (``axo.nn.linear_cross_entropy``), and what they return has no logits.
 
     Raises:
         ValueError: An option is not known, the grid does not fit the algorithm, the ranks' models differ, or the plan
@@ -133,6 +138,8 @@ def parallelize(
         plan_context.check(model, context, comms.context.size, comms.grid.x)
         if sequence_parallel:
             raise Refused("parallelize: sequence_parallel=True in a context is not supported; leave it out")
+    if chunked_loss and (why := "plan 'litgpt' has no loss" if plan == "litgpt" else head_loss.unfit(model)):
+        raise Refused(f"parallelize: chunked_loss=True: {why}; call axo.nn.linear_cross_entropy in a loop of your own")
     comms.arrange(arrangement)
     if comms.experts.size > 1:
         others: dict[str, Any] = {"zero": zero, "sequence_parallel": sequence_parallel, "fp8": fp8}
@@ -153,6 +160,7 @@ def parallelize(
             "reduce_dtype": reduce_dtype,
             "offload": offload,
             "fp8": fp8,
+            "chunked_loss": chunked_loss,
         },
     )
     watch_made_before = watch_replaced(model)
@@ -172,8 +180,13 @@ def parallelize(
         from axo.plans.auto import plan as auto
 
         model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
+        if hasattr(type(model), "loss_function"):
+            could = head_loss.unfit(model) or "chunked_loss=True makes it without"
+            model._axo_plan_report.loss = "" if chunked_loss else f"loss: of whole logits; {could}"  # type: ignore[union-attr]
     if comms.context.size > 1:
         plan_context.install(model, comms, context, grad_reduce)
+    if chunked_loss:
+        head_loss.HeadLoss(model)
     if fp8 is not None:
         for module in model.modules():
             if isinstance(module, Linear):

@@ -15,7 +15,7 @@ Not here: moving data between ranks (``axo.sharding``).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from axo.comm.connect import Communicators
 
 Range = tuple[int, int]
+BLOCKS = 8  # of a rank whose tokens are chosen by work
 
 
 def chunk_size(size: int, parts: int) -> int:
@@ -50,6 +51,36 @@ def context_ranges(length: int, ranks: int, rank: int) -> list[Range]:
     size, longer = divmod(length, 2 * ranks)
     starts = ((piece, piece * size + min(piece, longer)) for piece in (rank, 2 * ranks - 1 - rank))
     return [(start, start + size + (piece < longer)) for piece, start in starts]
+
+
+def cut_ranges(whole: torch.Tensor, ranges: Iterable[Range], dim: int) -> torch.Tensor:
+    """The parts of ``whole`` in these ranges of ``dim``, one behind the other."""
+    import torch
+
+    return torch.cat([whole.narrow(dim, 0, 0), *(whole.narrow(dim, low, high - low) for low, high in ranges)], dim)
+
+
+def ranges_by_work(work: Sequence[int], ranks: int) -> list[list[Range]]:
+    """The tokens of each rank of a context, such that all have as many, up to ``BLOCKS``, and about as much work.
+
+    The sequence is cut into ``BLOCKS`` even blocks a rank. Of those with the most work, and so on, each rank gets one:
+    who has the least so far the one with the most.
+
+    Args:
+        work: Of each token; for attention, how many tokens it sees.
+        ranks: Of the context.
+    """
+    parts, sums = BLOCKS * ranks, [0, *accumulate(work)]
+    bounds = [len(work) * part // parts for part in range(parts + 1)]
+    blocks = [(sums[high] - sums[low], low, high) for low, high in pairwise(bounds)]
+    blocks.sort(reverse=True)
+    loads, mine = [0] * ranks, [list[Range]() for _ in range(ranks)]
+    for first in range(0, parts, ranks):
+        order = sorted(range(ranks), key=loads.__getitem__)
+        for rank, (most, low, high) in zip(order, blocks[first : first + ranks], strict=True):
+            loads[rank] += most
+            mine[rank].append((low, high))
+    return [sorted(part for part in ranges if part[0] < part[1]) for ranges in mine]
 
 
 def check_divides(

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 from axo.comm.connect import Communicators, check_comms
 from axo.errors import Refused
 from axo.grid import AXES, Coords
-from axo.placement import Placement, context_ranges, local_ranges, placement_of
+from axo.placement import Placement, Range, context_ranges, cut_ranges, local_ranges, placement_of, ranges_by_work
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -115,7 +115,7 @@ class _Unshard(torch.autograd.Function):
         return ctx.placement.take(grad_output).contiguous(), None
 
 
-def shard_batch(batch: Any, comms: Communicators) -> Any:
+def shard_batch(batch: Any, comms: Communicators, *, positions: torch.Tensor | None = None) -> Any:
     """Cut a whole batch for a model made by ``axo.parallelize``: this rank's rows (dim 0), over data and z.
 
     Ranks along x and y get the same rows; with algorithm "tesseract" x splits rows too. The same by a sampler:
@@ -128,11 +128,25 @@ def shard_batch(batch: Any, comms: Communicators) -> Any:
         batch: A tensor ``(rows, ...)``, or mappings (which become dicts), dataclasses, lists and tuples of such; what
             is no tensor, such as an array of NumPy's, stays as it is.
         comms: What ``axo.connect`` returned.
+        positions: Of a mapping in a context, to cut packed documents by work: of all tokens, ``(rows, tokens)``, from 0
+            with each document. The result names the tokens of each rank, ``context_cut``, for a model of plan "auto",
+            and ``axo.nn.context.pieces_of``.
 
     Raises:
         ValueError: The rows do not divide over the axes that split them, or are packed, nested or sparse.
     """
     check_comms("shard_batch", comms)
+    if positions is None or comms.context.size == 1:
+        return _shard_batch(batch, comms, None)
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"shard_batch: positions= is of mappings, and this batch is a {type(batch).__name__}")
+    rows = positions.shape[0] // comms.row_parts
+    work = (positions.narrow(0, rows * comms.row_part, rows) + 1).sum(0).tolist()
+    cut = ranges_by_work(work, comms.context.size)
+    return _shard_batch(batch, comms, cut) | {"context_cut": cut}
+
+
+def _shard_batch(batch: Any, comms: Communicators, cut: list[list[Range]] | None) -> Any:
     if isinstance(batch, PackedSequence) or (
         isinstance(batch, torch.Tensor) and (batch.is_nested or batch.layout != torch.strided)
     ):
@@ -149,29 +163,32 @@ def shard_batch(batch: Any, comms: Communicators) -> Any:
                 " and weight the losses by axo.token_weight"
             )
         rows = batch.shape[0] // parts
-        return cut_sequence(batch.narrow(0, rows * comms.row_part, rows), comms)
+        return cut_sequence(batch.narrow(0, rows * comms.row_part, rows), comms, cut)
     if isinstance(batch, Mapping):
-        return {key: shard_batch(value, comms) for key, value in batch.items()}
+        return {key: _shard_batch(value, comms, cut) for key, value in batch.items()}
     if is_dataclass(batch) and not isinstance(batch, type):
-        cut = copy.copy(batch)
+        mine = copy.copy(batch)
         for field in fields(batch):
-            object.__setattr__(cut, field.name, shard_batch(getattr(batch, field.name), comms))
-        return cut
+            object.__setattr__(mine, field.name, _shard_batch(getattr(batch, field.name), comms, cut))
+        return mine
     if isinstance(batch, list | tuple):
-        parts_of = [shard_batch(each, comms) for each in batch]
+        parts_of = [_shard_batch(each, comms, cut) for each in batch]
         return type(batch)(*parts_of) if hasattr(batch, "_fields") else type(batch)(parts_of)
     return batch
 
 
-def cut_sequence(tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:
+def cut_sequence(tensor: torch.Tensor, comms: Communicators, cut: list[list[Range]] | None = None) -> torch.Tensor:
     """This rank's tokens, ``(rows, tokens, ...)`` -> ``(rows, its tokens, ...)``: all of them outside of a context.
 
-    A tensor of one dim has no tokens, and stays whole.
+    A tensor of one dim has no tokens, and stays whole. ``cut``: the tokens of each rank; default: an early and a late
+    piece.
     """
     if comms.context.size == 1 or tensor.dim() < 2:
         return tensor
-    ranges = context_ranges(tensor.shape[1], comms.context.size, comms.context.rank)
-    return torch.cat([tensor[:, low:high] for low, high in ranges], 1)
+    rank = comms.context.rank
+    return cut_ranges(
+        tensor, context_ranges(tensor.shape[1], comms.context.size, rank) if cut is None else cut[rank], 1
+    )
 
 
 def _refuse_context(what: str, comms: Communicators) -> None:

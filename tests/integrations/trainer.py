@@ -11,6 +11,7 @@ import torch
 
 from axo.arrangement import arrangement_of
 from axo.grid import Grid
+from axo.nn import linear_loss
 from axo.train.sample import write_tokenizer
 from tests.integrations.support import LLAMA, mean
 from tests.launcher import run_ranks
@@ -73,7 +74,14 @@ def pretrain(folder, out, options, grid=None):
 
     from axo.integrations.litgpt.text_data import LocalText
 
-    losses, sums = [], []
+    losses, sums, chunks = [], [], []
+    plain = linear_loss.row_losses
+
+    def in_chunks(logits, *rest):
+        chunks.append(logits.shape)
+        return plain(logits, *rest)
+
+    linear_loss.row_losses = in_chunks
 
     class Losses(litgpt.pretrain.RunningMean):
         def update(self, value):
@@ -135,6 +143,8 @@ def pretrain(folder, out, options, grid=None):
         grid,
         **{key: options[key] for key in ASKED if key in options},
     )
+    whole = options.get("algorithm", "axonn") != "axonn" or options.get("pipeline", 1) > 1  # or this rank has no head
+    assert bool(chunks) == bool(options.get("vocab_loss") and grid) or whole
     return losses, sums
 
 

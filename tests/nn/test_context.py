@@ -5,6 +5,8 @@ Oracles: ``torch.nn.functional.scaled_dot_product_attention`` with a mask that i
 
 import contextlib
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ import axo
 from axo.arrangement import TESSERACT
 from axo.matmul import cost
 from axo.nn import context_attention as module
-from axo.nn.context import next_labels, pieces_of, with_documents
+from axo.nn.context import Pieces, next_labels, pieces_of, with_documents
+from axo.placement import context_ranges, ranges_by_work
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close, assert_counted
 
@@ -51,26 +54,40 @@ def positions(length):
     return torch.tensor(rows)
 
 
-def attend(comms, kind, length, window=None, packed=False, dtype=torch.float32, limit=LIMIT, **sizes):
-    what = f"{kind}, {length} tokens, window {window}, packed {packed}"
+def biased(mask, slopes):
+    """The mask with ALiBi's biases, as a float."""
+    length = mask.shape[-1]
+    away = (torch.arange(length) - torch.arange(length)[:, None]) * slopes[:, None, None]
+    return torch.where(mask, away, -torch.inf)
+
+
+def attend(
+    comms, kind, length, window=None, packed=False, dtype=torch.float32, limit=LIMIT, alibi=None, by_work=False, **sizes
+):
+    what = f"{kind}, {length} tokens, window {window}, packed {packed}, slopes {alibi}, by work {by_work}"
     place = positions(length)
     whole = whole_batch(length, dtype=dtype, **sizes)
-    output = serial(*whole, seen(length, window, (place == 0).cumsum(1) if packed else None))
+    mask = seen(length, window, (place == 0).cumsum(1) if packed else None)
+    output = serial(*whole, mask if alibi is None else biased(mask, alibi).to(dtype))
     direction = torch.randn(output.shape).to(dtype)
     expected = [output, *torch.autograd.grad(output, whole, direction)]
     context = comms.context
 
+    ranges = ranges_by_work((place + 1).sum(0).tolist(), context.size) if by_work else None
+
     def cut(tensor, dim=2):
-        ranges = axo.placement.context_ranges(length, context.size, context.rank)
-        return torch.cat([tensor.narrow(dim, low, high - low) for low, high in ranges], dim)
+        mine = (
+            axo.placement.context_ranges(length, context.size, context.rank) if ranges is None else ranges[context.rank]
+        )
+        return torch.cat([tensor.narrow(dim, 0, 0), *(tensor.narrow(dim, a, b - a) for a, b in mine)], dim)
 
     mine = [cut(each.detach()).requires_grad_() for each in whole]
-    pieces = pieces_of(cut(place, 1), context, kind)
+    pieces = pieces_of(cut(place, 1), context, kind, ranges)
     assert pieces.length == length
     if packed:
         pieces = with_documents(pieces, cut(place, 1))
     with axo.count_collectives() as counts:
-        output = axo.nn.attention(*mine, pieces, window=window)
+        output = axo.nn.attention(*mine, pieces, window=window, alibi=alibi)
         output.backward(cut(direction))
     rows, heads, _, size = mine[0].shape
     shape = (rows, pieces.longest, heads, mine[1].shape[1], size)
@@ -86,17 +103,59 @@ def every_kind(context):
     for kind, length in itertools.product(("gather", "ring", "heads"), (1, 3, 16, 37)):
         for window, packed in ((None, False), (5, False), (None, True), (4, True)):
             attend(comms, kind, length, window, packed)
+        attend(comms, kind, 37, packed=True, by_work=True)
+        for window, packed in ((None, False), (5, True)):
+            attend(comms, kind, 37, window, packed, alibi=0.5 ** torch.arange(1.0, 5))
     attend(comms, "ring", 37, heads=3, groups=1)
     attend(comms, "heads", 37, heads=4, groups=1)
     module._QUERIES = 4  # several ranges of queries in a piece
     for kind in ("gather", "ring", "heads"):
         attend(comms, kind, 61, 7, True)
+        attend(comms, kind, 80, packed=True, by_work=True)
         attend(comms, kind, 32, dtype=torch.bfloat16, limit=2e-2)
 
 
 @pytest.mark.parametrize("context", [2, 4])
 def test_every_kind_equals_torch(context):
     run_ranks(every_kind, context, context)
+
+
+def attended(lengths, cut, monkeypatch):
+    """Scores that each rank computes for packed documents, counted where the operator is called."""
+    length, ranks = sum(lengths), len(cut)
+    numbers = torch.cat([torch.full((size,), number) for number, size in enumerate(lengths)])[None]
+    monkeypatch.setattr(module, "_QUERIES", 32)
+    counts = []
+    for rank in range(ranks):
+        alone = replace(Pieces(length, SimpleNamespace(size=ranks, rank=rank), documents=numbers), cut_by=cut)
+        parts = module._Parts(module._LocalExchange(alone), 1.0, None)
+        of = [parts.of(alone.ranges(other), torch.zeros(1)) for other in range(ranks)]
+        counts.append(sum((q.stop - q.start) * (k.stop - k.start) for part in of for q, k, *_ in part))
+    return max(counts) / (sum(counts) / ranks)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "before", "after"),
+    [
+        ([4096], 1.0, 1.0),
+        ([2600, *[34] * 44], 2.3, 1.1),
+        ([*[64] * 32, 2048], 1.8, 1.0),
+        ([500, 700, 300, 2000, 596], 1.6, 1.1),
+    ],
+)
+def test_pieces_cut_by_work_are_balanced(monkeypatch, lengths, before, after):
+    """Eight ranks; the fullest's share of attention over the mean, with pieces of equal tokens, and cut by work."""
+    work = [place + 1 for size in lengths for place in range(size)]
+    by_work = ranges_by_work(work, 8)
+    even = [context_ranges(len(work), 8, rank) for rank in range(8)]
+    tokens = [sum(high - low for low, high in ranges) for ranges in by_work]
+    assert max(tokens) - min(tokens) <= 8 and sum(tokens) == len(work)
+    assert sorted(token for ranges in by_work for low, high in ranges for token in range(low, high)) == [
+        *range(len(work))
+    ]
+    shares = [attended(lengths, cut, monkeypatch) for cut in (even, by_work)]
+    print(f"{len(lengths)} documents: {shares[0]:.2f} -> {shares[1]:.2f}")
+    assert shares[0] >= before and shares[1] <= after + 0.01, shares
 
 
 @pytest.mark.parametrize("causal", [True, False])

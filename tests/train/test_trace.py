@@ -31,7 +31,7 @@ def test_a_trace_names_the_streams_by_axis(text: str, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "trace.json"
     spans = traced(text, Grid(2, 1, 2, 1), path)
     assert {span["thread"].split()[0] for span in spans if span["pid"] == 3} == {"compute", "x", "z", "world"}
-    assert len([span for span in spans if span["thread"] == "compute" and span["name"] == "lm_head forward"]) == 4
+    assert len([span for span in spans if span["thread"] == "compute" and span["name"] == "head and loss"]) == 4
     gathers = [span for span in spans if span["pid"] == 0 and span["name"] == "all_gather"]
     assert len(gathers) == 2 + 2 * 5  # embedding and head; qkv, proj, fc_1, fc_2 and proj of two blocks
     assert all(span["thread"].split()[0] == "z" and span["dur"] >= 0 for span in gathers)
@@ -50,7 +50,7 @@ def test_a_trace_names_the_streams_by_axis(text: str, tmp_path: Path) -> None:
 
 def test_a_trace_shows_what_hides_behind_what(text: str, tmp_path: Path) -> None:
     """On each rank: a gather before the product it hides behind, dI's wait after dW, reduce-scatters awaited last."""
-    all_spans = traced(text, Grid(2, 2, 2, 1), tmp_path / "trace.json")
+    all_spans = traced(text, Grid(2, 2, 2, 1), tmp_path / "trace.json", chunked_loss=False)
     for rank in range(8):
         spans = [span for span in all_spans if span["pid"] == rank]
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from axo.perf.planner import Candidate
 
 MOST_TOKENS = 1e18
+ALONE = ("axonn",)
 PAGE = 20  # grids on the HTML page
 
 PlotOut = Annotated[Path | None, typer.Option("--plot", help="Write the plots (PNG) into this folder.")]
@@ -56,8 +57,8 @@ class Asked:
     ] = False
     optimizer: Annotated[str, typer.Option(help="adamw, or muon (axo.optim.Muon).")] = "adamw"
     chunked_loss: Annotated[
-        bool, typer.Option("--chunked-loss", help="No logits at a time but a chunk's (axo.nn.linear_cross_entropy).")
-    ] = False
+        bool | None, typer.Option(help="No logits at a time but a chunk's; default: as axo train, which has them.")
+    ] = None
     pipeline: Annotated[
         str, typer.Option(help="Stages, each a grid: 1, 4; plan tries 1,2,4, or auto: every power of two that divides.")
     ] = "1"
@@ -79,13 +80,15 @@ class Asked:
         if recompute == "selective" and not (self.checkpoint and workload.stacked):
             raise ValueError("plan: selective says what recomputation keeps; leave blocks checkpointed")
         schedules = tuple(part.strip() for part in self.schedule.split(",")) if self.schedule else ("1f1b",)
+        could = bool(workload.trained_as) and not self.sequence_parallel and more.get("algorithms", ALONE) == ALONE
+        chunked = could if self.chunked_loss is None else self.chunked_loss
         if not self.schedule and more.get("search"):
             schedules = planner.SEARCHED
         return planner.Request(
             workload, on.of_nodes(gpus) if gpus > 0 else on, gpus, tokens_of(self.batch_tokens, batch=True),
             overlap=frozenset(overlaps), gather=self.gather, zero=self.zero, micro_batches=self.micro_batches,
             recompute=recompute, offload=self.offload == "optimizer", sequence_parallel=self.sequence_parallel,
-            optimizer=self.optimizer, chunked_loss=self.chunked_loss,
+            optimizer=self.optimizer, chunked_loss=chunked,
             pipeline=_counts(self.pipeline, gpus), schedules=schedules, **more,
         )  # fmt: skip
 
@@ -187,6 +190,9 @@ def plan(
     context: Annotated[
         int, typer.Option(help="Neighbours along z that share sequences; 0: as few as the batch needs.")
     ] = 1,
+    experts: Annotated[
+        int, typer.Option(help="Neighbours along z that hold other experts each; 0: as many as are fastest.")
+    ] = 1,
     explain: Annotated[str | None, typer.Option(help="Show one grid in detail: 2x2x2x1.")] = None,
     compare: Annotated[
         list[Path] | None, typer.Option(help="Compare plans that --json wrote; repeat for each file.")
@@ -213,14 +219,16 @@ def plan(
         raise ValueError(f"algorithm={algorithm!r} is not known; use {', '.join(planner.ALGORITHMS)} or all")
     request = asked.request(
         gpus, tokens=float(tokens_of(tokens, batch=False)), precision=precision, search=search,
-        algorithms=planner.ALGORITHMS if algorithm == "all" else (algorithm,), context=context,
+        algorithms=planner.ALGORITHMS if algorithm == "all" else (algorithm,), context=context, experts=experts,
     )  # fmt: skip
     if (outputs.plot or outputs.html) and algorithm != "axonn":
         raise ValueError(f"--plot and --html simulate a step of axonn; leave --algorithm {algorithm} out for them")
-    if (outputs.plot or outputs.html or explain) and context != 1:
-        raise ValueError(
-            "--plot, --html and --explain simulate a step of whole sequences; leave --context out for them"
-        )
+    for option, count, of in (
+        ("context", context, "whole sequences"),
+        ("experts", experts, "all experts on all ranks"),
+    ):
+        if (outputs.plot or outputs.html or explain) and count != 1:
+            raise ValueError(f"--plot, --html and --explain simulate a step of {of}; leave --{option} out for them")
     if (outputs.plot or outputs.html) and request.pipeline != (1,):
         raise ValueError("--plot and --html simulate a step of one grid; axo simulate --pipeline draws stages")
     wanted = None if explain is None else _grid(explain, gpus)

@@ -3,6 +3,8 @@
 Lightning, torchmetrics and accelerate take each rank for one with rows of its own. docs/litgpt.md has the table of who
 asks for which number, and what it must be; here is what several of them need.
 
+The ranks of a context, which hold pieces of the same sequences, are one data rank here too.
+
 Not here: ranks as such. Barriers, agreements and files are of all ranks, as the frameworks have them.
 """
 
@@ -26,9 +28,10 @@ from axo.placement import placement_of
 
 
 def gather(tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:
-    """``(data_ranks, *tensor.shape)``: one part of each data rank, in their order. Every rank must call it.
+    """``(row_parts, *tensor.shape)``: one part of each data rank, in their order. Every rank must call it.
 
-    In backward each part gets the sum of what the data ranks computed for it, as in torch's ``all_gather``.
+    In backward each part gets the sum of what the data ranks computed for it, as in torch's ``all_gather``. The part of
+    a context is its first rank's.
     """
     result: torch.Tensor = _Gather.apply(tensor, comms)  # type: ignore[no-untyped-call]
     return result
@@ -41,19 +44,27 @@ class _Gather(torch.autograd.Function):
         parts = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(1, -1)
         for axis in reversed(comms.arrangement.rows):
             parts = comms.axis(axis).all_gather(parts)
-        return parts.view(comms.data_ranks, *tensor.shape)
+        return parts.view(comms.row_parts, -1, *tensor.shape)[:, 0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return reduce(grad, ctx.comms)[ctx.comms.data_rank], None
+        mine = reduce(grad, ctx.comms)[ctx.comms.row_part]
+        return mine * (ctx.comms.context.rank == 0), None
 
 
 def reduce(tensor: torch.Tensor, comms: Communicators, op: str = "sum") -> torch.Tensor:
-    """A new tensor: ``op`` ("mean" too) over the data ranks, each of which counts once. Every rank must call it."""
+    """A new tensor: ``op`` ("mean" too) over the data ranks, each of which counts once. Every rank must call it.
+
+    The ranks of a context count together once: as their mean.
+    """
     result = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     for axis in reversed(comms.arrangement.rows):
         result = comms.axis(axis).all_reduce(result, "sum" if op == "mean" else op)
-    return (result / comms.data_ranks if op == "mean" else result).view(tensor.shape)
+    if op == "mean":
+        result = result / comms.data_ranks
+    elif op == "sum" and comms.context.size > 1:
+        result = result.div(comms.context.size, rounding_mode=None if result.is_floating_point() else "floor")
+    return result.view(tensor.shape)
 
 
 def broadcast(value: Any, comms: Communicators, root: int) -> Any:
@@ -91,9 +102,7 @@ def sync_metrics(comms: Communicators) -> None:
 
     def gather_of_data_ranks(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         parts = gather_all_tensors(result, group)
-        if group not in (None, torch.distributed.group.WORLD) or len(parts) < comms.grid.world_size:
-            return parts
-        return [parts[rank] for rank in firsts]
+        return parts if len(parts) < comms.grid.world_size else [parts[rank] for rank in firsts]
 
     metric.gather_all_tensors = gather_of_data_ranks
 
@@ -166,6 +175,17 @@ def cut_for_data_ranks(loader: Any, comms: Communicators) -> None:
             each.dataset, comms.row_parts, comms.row_part, each.shuffle, each.seed, each.drop_last
         )
         each.set_epoch(epoch)
+
+
+def in_one_order(sampler: Any, comms: Communicators) -> Any:
+    """``sampler``; one that would draw from this rank's generator gets another, which all ranks have alike.
+
+    Every rank must call it.
+    """
+    if getattr(sampler, "generator", sampler) is None:
+        seed = torch.randint(1 << 62, (1,), dtype=torch.int64).to(comms.device)  # no order is given: rank 0's
+        sampler.generator = torch.Generator().manual_seed(int(comms.everyone.broadcast(seed, root=0)))
+    return sampler
 
 
 def _numbers(source: Any) -> dict[str, int]:

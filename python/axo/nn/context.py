@@ -1,10 +1,11 @@
 """Sequences over z: which tokens a rank of a context has, and what its ranks tell each other of a batch.
 
 ``axo.connect(grid, context=c)`` lets c neighbours along z hold pieces of the same sequences: rank i has pieces i and
-2c - 1 - i of 2c (``axo.placement.context_ranges``). Rows over z are tokens then. Layers that work token by token need
-nothing; attention looks beyond its own tokens (``axo.nn.attention``), positions count from the sequence's start, and
-the label of a piece's last token is another rank's. A batch has one ``Pieces``, which goes with it through the model,
-so that a block that is run again in backward sees the documents of its own batch.
+2c - 1 - i of 2c (``axo.placement.context_ranges``), or of packed documents those that ``ranges_by_work`` gives. Rows
+over z are tokens then. Layers that work token by token need nothing; attention looks beyond its own tokens
+(``axo.nn.attention``), positions count from the sequence's start, and the label of a piece's last token is another
+rank's. A batch has one ``Pieces``, which goes with it through the model, so that a block that is run again in backward
+sees the documents of its own batch.
 
 Not here: how a model is told (``axo.plans.context``).
 """
@@ -22,7 +23,7 @@ from axo.check import one_of
 from axo.comm.communicator import Communicator
 from axo.comm.transports import alone
 from axo.errors import Refused
-from axo.placement import Range, context_ranges
+from axo.placement import Range, context_ranges, cut_ranges
 
 KINDS = ("ring", "gather", "heads")
 
@@ -37,12 +38,14 @@ class Pieces:
         kind: How its attention exchanges keys and values: "ring", "gather" or "heads".
         documents: Whose tokens see each other: a number for each token, ``(rows, length)``, which does not fall along a
             sequence; None: all of a sequence.
+        cut_by: The tokens of each rank, if they are not an early and a late piece.
     """
 
     length: int
     communicator: Communicator
     kind: str = "ring"
     documents: torch.Tensor | None = None
+    cut_by: Sequence[Sequence[Range]] | None = None
 
     def __post_init__(self) -> None:
         check_kind("context", self.kind)
@@ -55,11 +58,12 @@ class Pieces:
     @cached_property
     def on_one_rank(self) -> Pieces:
         """The same batch, all of whose tokens a rank has."""
-        return replace(self, communicator=alone("context", self.communicator.device))
+        return replace(self, communicator=alone("context", self.communicator.device), cut_by=None)
 
-    def ranges(self, rank: int | None = None) -> list[Range]:
-        """The two ranges of tokens that a rank has; default: this one."""
-        return context_ranges(self.length, self.ranks, self.communicator.rank if rank is None else rank)
+    def ranges(self, rank: int | None = None) -> Sequence[Range]:
+        """The ranges of tokens that a rank has, two or more; default: this one."""
+        rank = self.communicator.rank if rank is None else rank
+        return context_ranges(self.length, self.ranks, rank) if self.cut_by is None else self.cut_by[rank]
 
     def tokens(self, rank: int | None = None) -> int:
         """How many these are."""
@@ -82,22 +86,21 @@ class Pieces:
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Where this rank's tokens stand in the sequence, ``(tokens,)``."""
-        return torch.cat([torch.arange(low, high, device=device) for low, high in self.ranges()])
+        return cut_ranges(torch.arange(self.length, device=device), self.ranges(), 0)
 
     def cut(self, whole: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
         """A rank's tokens of a tensor with those of all, padded by zeros to ``longest``."""
-        mine = torch.cat([whole.narrow(dim, low, high - low) for low, high in self.ranges(rank)], dim)
-        return pad(mine, self.longest, dim)
+        return pad(cut_ranges(whole, self.ranges(rank), dim), self.longest, dim)
 
     def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """All tokens in their order, of what :meth:`cut` gave each rank."""
         starts = dict[int, torch.Tensor]()
         for rank, part in enumerate(parts):
-            (early, middle), (late, end) = self.ranges(rank)
-            if early < middle:
-                starts[early] = part.narrow(dim, 0, middle - early)
-            if late < end:
-                starts[late] = part.narrow(dim, middle - early, end - late)
+            place = 0
+            for low, high in self.ranges(rank):
+                if low < high:
+                    starts[low] = part.narrow(dim, place, high - low)
+                place += high - low
         return torch.cat([starts[start] for start in sorted(starts)] or [parts[0].narrow(dim, 0, 0)], dim)
 
 
@@ -107,20 +110,26 @@ def pad(tensor: torch.Tensor, size: int, dim: int) -> torch.Tensor:
     return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim % tensor.dim()) + [0, missing]) if missing else tensor
 
 
-def pieces_of(tokens: torch.Tensor, communicator: Communicator, kind: str = "ring") -> Pieces:
+def pieces_of(
+    tokens: torch.Tensor,
+    communicator: Communicator,
+    kind: str = "ring",
+    cut_by: Sequence[Sequence[Range]] | None = None,
+) -> Pieces:
     """How the batch lies of which this rank has ``tokens``. Collective over a context: two numbers a rank.
 
     Args:
         tokens: Ids or features of this rank's tokens, ``(rows, its tokens, ...)``.
         communicator: ``comms.context``.
         kind: ``"ring"``, ``"gather"`` or ``"heads"``.
+        cut_by: The tokens of each rank, where ``axo.shard_batch`` has cut by work.
 
     Raises:
         ValueError: The ranks' tokens are no pieces of the same sequences; on every rank.
     """
     mine = torch.tensor([tokens.shape[:2]], device=communicator.device)
     shapes = communicator.all_gather(mine).tolist()
-    pieces = Pieces(sum(count for _, count in shapes), communicator, kind)
+    pieces = Pieces(sum(count for _, count in shapes), communicator, kind, cut_by=cut_by)
     if shapes != [[shapes[0][0], pieces.tokens(rank)] for rank in range(communicator.size)]:
         raise ValueError(
             f"context: the ranks hold (rows, tokens) = {shapes}, which are no pieces of the same sequences of"

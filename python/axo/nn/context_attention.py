@@ -49,6 +49,7 @@ def attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend to all tokens up to each query's own: ``(B, H, t, d)`` -> ``(B, H, t, d)``, in the dtype of autocast.
 
@@ -58,6 +59,7 @@ def attention(
         pieces: How the batch lies on the ranks, and what they exchange; its documents do not see each other.
         scale: Of scores; default: ``d ** -0.5``.
         window: A query sees this many tokens, its own among them; None: all.
+        alibi: Slopes of this rank's heads of queries, ``(H,)``: ``slope * (key's place - query's)`` is added to scores.
 
     Raises:
         ValueError: The tokens are not this rank's, or keys and values have others.
@@ -70,6 +72,8 @@ def attention(
             f"attention: {query.shape[2]} tokens are not the {pieces.tokens()} that rank {pieces.communicator.rank} of"
             f" {ranks} has of {pieces.length}"
         )
+    if alibi is not None and alibi.shape != (heads,):
+        raise ValueError(f"attention: alibi of shape {tuple(alibi.shape)} has no slope for each of {heads} heads")
     if key.shape != value.shape or key.shape[2:] != query.shape[2:]:
         raise ValueError(
             f"attention: queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} differ"
@@ -79,10 +83,11 @@ def attention(
     keys, scale = torch.cat((key, value), -1), query.shape[-1] ** -0.5 if scale is None else scale
     if pieces.kind != "heads":
         exchange = _RingExchange(pieces) if pieces.kind == "ring" else _GatherExchange(pieces)
-        return _Attention.apply(query, keys, _Parts(exchange, scale, window))
+        return _Attention.apply(query, keys, _Parts(exchange, scale, window, alibi))
     keys = keys.repeat_interleave(max(1, ranks // groups), 1)
     query, keys = (_Swap.apply(each, pieces, True) for each in (query, keys))
-    parts = _Parts(_LocalExchange(pieces.on_one_rank), scale, window)
+    slopes = None if alibi is None else alibi.chunk(ranks)[pieces.communicator.rank]
+    parts = _Parts(_LocalExchange(pieces.on_one_rank), scale, window, slopes)
     return _Swap.apply(_Attention.apply(query, keys, parts), pieces, False)
 
 
@@ -210,6 +215,7 @@ class _Parts:
     exchange: _LocalExchange
     scale: float
     window: int | None
+    alibi: torch.Tensor | None = None
 
     def of(self, keys: Sequence[Range], like: torch.Tensor) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
         """Parts to compute where keys of these ranges are at hand: which of this rank's queries, which of these keys,
@@ -225,11 +231,13 @@ class _Parts:
                     if start >= stop:
                         continue
                     mask = None
-                    if start < clear:
+                    if start < clear or self.alibi is not None:
                         queries, theirs = (
                             torch.arange(*each, device=like.device) for each in ((first, end), (start, stop))
                         )
                         mask = _mask(pieces, queries, theirs, self.window, like)
+                        if self.alibi is not None:
+                            mask = mask + (self.alibi[:, None, None] * (theirs - queries[:, None])).to(like.dtype)
                     mine = slice(at, at + end - first)
                     yield mine, slice(place + start - low, place + stop - low), beside and mask is None, mask
                 place += high - low
@@ -237,7 +245,7 @@ class _Parts:
     def _queries(self) -> Iterator[tuple[int, int, int]]:
         """Ranges of this rank's queries: where each begins among them, and its tokens, from and to."""
         begins, pieces = 0, self.exchange.pieces
-        masks = self.window is not None or pieces.documents is not None
+        masks = self.window is not None or pieces.documents is not None or self.alibi is not None
         for low, high in pieces.ranges():
             step = _QUERIES if masks else max(1, high - low)
             for first in range(low, high, step):

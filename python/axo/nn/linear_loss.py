@@ -17,7 +17,8 @@ algorithm cuts (Tesseract, SUMMA).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ from axo.nn.linear import Linear
 from axo.nn.loss import REDUCTIONS, VocabularyPart, logits_gradient, row_losses
 from axo.overlap.autograd import SKIP, version_of
 from axo.placement import chunk_size
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def linear_cross_entropy(
@@ -64,7 +67,7 @@ def linear_cross_entropy(
         The loss, in fp32 (fp64 for fp64 input).
 
     Raises:
-        ValueError: An option or a shape is wrong, or the head is none whose vocabulary lies over one axis.
+        ValueError: An option or a shape is wrong, or the head has hooks, or none of its vocabulary over one axis.
         RuntimeError: The targets are no int64 or int32. IndexError: One is not of the vocabulary.
     """
     check.one_of("linear_cross_entropy: reduction", reduction, REDUCTIONS)
@@ -72,13 +75,10 @@ def linear_cross_entropy(
     if softcap is not None:
         check.number("linear_cross_entropy: softcap", softcap, above=0)
     if not isinstance(head, Linear):
-        raise ValueError(f"linear_cross_entropy: the head is a {type(head).__name__}; pass an axo.nn.Linear")
+        raise ValueError(f"linear_cross_entropy: {misfit(head)}; pass an axo.nn.Linear")
     head.comms.arrangement.only_axonn("linear_cross_entropy")
-    if type(head)._matrix is not Linear._matrix or head.matmul.exchange.fp8 is not None:
-        what = "multiplies in fp8" if head.matmul.exchange.fp8 is not None else "stores its weight the other way round"
-        raise ValueError(f"linear_cross_entropy: {head.label()} {what}; call the head, then axo.nn.cross_entropy")
-    if head.out_blocks is not None or head.scatters_tokens or head.matmul.out_axis != head.out_axis:
-        raise ValueError(f"linear_cross_entropy: {head.label()} has row blocks or split tokens, which no head has")
+    if unfit := misfit(head):
+        raise ValueError(f"linear_cross_entropy: {unfit}; call the head, then axo.nn.cross_entropy")
     rows = head._cut(input)
     if rows.dim() == 0 or rows.shape[:-1] != target.shape or rows.shape[-1] != head.weight.shape[1]:
         raise ValueError(
@@ -97,6 +97,49 @@ def linear_cross_entropy(
     if reduction == "none":
         return result.view(target.shape)
     return result if reduction == "sum" else result / (target != ignore_index).sum()
+
+
+def misfit(head: object) -> str:
+    """Why a head's loss cannot be taken by :func:`linear_cross_entropy`; empty: it can."""
+    if not isinstance(head, Linear):
+        return f"the head is a {type(head).__name__}"
+    if head.comms.arrangement.name != "axonn":
+        return f"{head.label()} is of algorithm {head.comms.arrangement.name!r}"
+    reasons = {
+        "multiplies in fp8": head.matmul.exchange.fp8 is not None,
+        "stores its weight the other way round": type(head)._matrix is not Linear._matrix,
+        "has row blocks or split tokens": head.out_blocks is not None or head.scatters_tokens,
+        "has a vocabulary over more than one axis": head.matmul.out_axis != head.out_axis,
+        "has hooks, which would see no logits": any(getattr(head, kind) for kind in _HOOKS),
+    }
+    return next((f"{head.label()} {reason}" for reason, so in reasons.items() if so), "")
+
+
+@contextmanager
+def without_head(
+    model: Any, *stages: Any, loss: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Iterator[None]:
+    """A forward pass in it ends with what ``model.lm_head`` takes: its product and the soft cap are the loss's to make.
+
+    Args:
+        stages: Parts of the model, which may have configurations of their own.
+        loss: What is to be done with it there, and returned.
+    """
+    configs = [part.config for part in (model, *stages)]
+    caps = [(config, cap) for config in configs if (cap := getattr(config, "final_logit_softcapping", None))]
+    model.lm_head.forward = loss or _same
+    for config, _ in caps:
+        config.final_logit_softcapping = None
+    try:
+        yield
+    finally:
+        del model.lm_head.forward
+        for config, cap in caps:
+            config.final_logit_softcapping = cap
+
+
+def _same(input: torch.Tensor) -> torch.Tensor:
+    return input
 
 
 def linear_cross_entropy_cost(

@@ -191,7 +191,7 @@ class Gathers:
             wanted: Backward will want the block.
             gather: Gives the block where it would be gathered now and waited for.
         """
-        asks = route in self._last and (self._pass is not None or recomputes)
+        asks = route in self._last and (self._pass is not None or recomputes or self._context.holding)
         gathered = self._reused(route, weight, dtype) if asks else None
         if gathered is None:
             gathered = self._ask(route, weight, dtype, gather)
@@ -264,13 +264,14 @@ class Gathers:
                 gathered = Gathered(weight, dtype, gather(), None)
             else:
                 gathered = self._start(route, weight, dtype, pending=self.looks_ahead)
+        if self._pass is not None or self._context.holding:  # a stage's loss multiplies after its pass
+            parameter = weakref.ref(weight) if isinstance(weight, torch.nn.Parameter) else lambda: None
+            self._asked_for[self._pass or TRAINING, route] = parameter, dtype
         if self._pass is not None:
             self._asked.append(route)
-            parameter = weakref.ref(weight) if isinstance(weight, torch.nn.Parameter) else lambda: None
-            self._asked_for[self._pass, route] = parameter, dtype
             if self.looks_ahead:
                 self._look_ahead(self._pass, route)
-        if self._pass is not None or graph_task() != -1:
+        if self._pass is not None or graph_task() != -1 or self._context.holding:
             self._last[route] = weakref.ref(gathered)
         return gathered
 

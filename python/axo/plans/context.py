@@ -30,7 +30,7 @@ from axo.errors import Refused
 from axo.nn.context import Pieces, check_heads, check_kind, next_labels, pieces_of, with_documents
 from axo.nn.context_attention import attention, own_attention
 
-_FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral")
 _NAME = "axo_context"
 
 
@@ -45,10 +45,10 @@ def check(model: nn.Module, kind: str, ranks: int, x: int) -> None:
     check_kind("parallelize", kind)
     if type(model).__module__.startswith("litgpt.adapter"):
         raise Refused(f"{owner}: context={ranks} with a prompt before the tokens is not supported; use LoRA")
-    if not _is_litgpt(model) and getattr(config, "model_type", "") not in _FAMILIES:
+    if not _is_litgpt(model) and getattr(config, "model_type", "") not in FAMILIES:
         raise Refused(
             f"{owner}: context={ranks} is not known of this model: it is of litgpt.GPT, and of transformers' families"
-            f" {', '.join(_FAMILIES)}; in a model of your own call axo.nn.attention, and make its layers by hand"
+            f" {', '.join(FAMILIES)}; in a model of your own call axo.nn.attention, and make its layers by hand"
         )
     assert config is not None
     check_kind(owner, kind, _own(config))
@@ -173,7 +173,7 @@ class _HuggingFace:
     def _begin(self, model: Any, args: Any, named: dict[str, Any]) -> Any:
         named = {**dict(zip(self._names, args, strict=False)), **named}
         tokens = next(named[name] for name in ("input_ids", "inputs_embeds") if named.get(name) is not None)
-        pieces = pieces_of(tokens, self._comms.context, self._kind)
+        pieces = pieces_of(tokens, self._comms.context, self._kind, named.pop("context_cut", None))
         self._check(named, pieces)
         positions = named.get("position_ids")
         if positions is None:

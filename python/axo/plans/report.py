@@ -41,9 +41,10 @@ class LayerPlan:
 
 @dataclass
 class PlanReport:
-    """The lines of all layers of a model, in its order; prints as a table."""
+    """The lines of all layers of a model, in its order, and what is said of its loss; prints as a table."""
 
     layers: list[LayerPlan] = field(default_factory=list)
+    loss: str = ""
 
     def __iter__(self) -> Iterator[LayerPlan]:
         return iter(self.layers)
@@ -73,7 +74,7 @@ class PlanReport:
         widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
         table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = f"re-layout of a row: {self.forward_bytes} B forward, {self.backward_bytes} B backward"
-        return "\n".join([*table, total])
+        return "\n".join([*table, total, *([self.loss] if self.loss else [])])
 
 
 def plan_report(model: Any) -> PlanReport:

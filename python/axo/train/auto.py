@@ -89,7 +89,7 @@ def chosen(
         offload=config.offload == "optimizer",
         sequence_parallel=config.sequence_parallel,
         optimizer=config.optimizer,
-        chunked_loss=config.chunked_loss,
+        chunked_loss=config.chunks_loss,
         pipeline=(wanted,) if wanted else stage_counts(ranks) if stages else (1,),
         schedules=schedules_for(kept.get("schedule", ""), wanted, kept.get("cuts", "")),
     )

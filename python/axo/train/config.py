@@ -89,6 +89,12 @@ class TrainConfig:
         "Go on with fewer ranks when one dies, at least MIN, and with as many as OUT/ranks says. MAX: those of --grid.",
         metavar="MIN:MAX",
     )
+    hosts: str | None = _option(
+        None,
+        RANKS,
+        "With --elastic: the run's hosts, on each of which this command is typed; one that is lost costs no file.",
+        metavar="HOST[:PORT],...",
+    )
     copy_every: int = _option(10, RANKS, "With --elastic: steps between copies of the state in memory.", AT_LEAST_1)
     timeout: float = _option(600, RANKS, "Seconds that an operation between ranks may take.", POSITIVE)
     data: tuple[str, ...] = _option((), DATA, "Text: files or folders. Default: Python's library.", metavar="PATH...")
@@ -107,9 +113,10 @@ class TrainConfig:
     beta1: float = _option(0.9, OPTIMIZER, "AdamW's first; Muon's momentum is 0.95.", BELOW_1)
     beta2: float = _option(0.95, OPTIMIZER, "AdamW's second.", BELOW_1)
     clip: float = _option(1.0, OPTIMIZER, "Largest gradient norm; 0: off.", FINITE)
-    chunked_loss: bool = _option(
-        False, OPTIMIZER, "Loss and gradient of the head in chunks of rows: logits never exist whole."
-    )
+    chunked_loss: bool | None = _option(
+        None, OPTIMIZER, "Loss and gradient of the head in chunks of rows: logits never exist whole. Default: on, but"
+        " for tesseract, summa, --sequence-parallel and 16-mixed.", name="chunked-loss/--no-chunked-loss",
+    )  # fmt: skip
     goldfish_k: int = _option(0, OPTIMIZER, "Goldfish loss: leave one of K tokens out; 0: off.", AT_LEAST_0)
     goldfish_h: int = _option(13, OPTIMIZER, "Goldfish loss: tokens before one that decide.", AT_LEAST_1)
     seed: int = _option(0, OPTIMIZER, "Of initial weights and data order.", Bounds("in [0, 2**63)", 0, 2**63 - 1))
@@ -153,6 +160,12 @@ class TrainConfig:
         return self.grid.world_size * self.pipeline
 
     @property
+    def chunks_loss(self) -> bool:
+        """Whether logits never exist whole: ``chunked_loss``, or where nothing is said wherever it can be."""
+        could = self.algorithm == "axonn" and not self.sequence_parallel and self.precision != "16-mixed"
+        return could if self.chunked_loss is None else self.chunked_loss
+
+    @property
     def saves(self) -> bool:
         """Whether the run saves checkpoints, and so also on SIGTERM and Ctrl-C."""
         return self.save_every > 0
@@ -169,4 +182,8 @@ class TrainConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the options as plain values, for the header of a log."""
-        return asdict(self) | {"grid": str(self.grid), "data": list(self.data), "min_lr": self.last_lr}
+        return (
+            asdict(self)
+            | {"grid": str(self.grid), "data": list(self.data), "min_lr": self.last_lr}
+            | {"chunked_loss": self.chunks_loss}
+        )

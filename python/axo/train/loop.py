@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from litgpt.model import GPT
@@ -31,6 +33,7 @@ from axo import pipeline
 from axo.comm.memory import most_held
 from axo.grid import AXES
 from axo.nn.experts import busiest, spread_experts
+from axo.nn.linear_loss import without_head
 from axo.perf import cut
 from axo.placement import context_ranges
 from axo.sharding import cut_sequence
@@ -44,8 +47,9 @@ _AXES = (*AXES, "world")
 @dataclass(frozen=True)
 class Step:
     """What one step gave. ``blocked`` is seconds a rank spent blocked in communication, by axis, and ``memory`` the
-    most bytes that it has held so far, means over ranks; ``stop`` is whether any rank was asked to end; ``balance`` is
-    that of experts on several ranks (``axo.nn.experts.busiest``)."""
+    most bytes that it has held so far, means over ranks; ``by_rank`` is those seconds of each rank, after those in
+    which it was not blocked: (ranks, 1 + axes); ``stop`` is whether any rank was asked to end; ``balance`` is that of
+    experts on several ranks (``axo.nn.experts.busiest``)."""
 
     index: int
     loss: float
@@ -55,6 +59,7 @@ class Step:
     tokens: int
     blocked: dict[str, float]
     memory: float
+    by_rank: torch.Tensor
     stop: bool = False
     balance: float | None = None
 
@@ -85,6 +90,7 @@ class Trainer:
         self.loss = axo.nn.CrossEntropyLoss(
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
+        self._softcap = self.model.config.final_logit_softcapping
         self._spread = spread_experts(self.model)
         self.stages: list[pipeline.Stage] = []
         self._schedule = self._build_schedule(self._modules) if self._modules else None
@@ -107,13 +113,18 @@ class Trainer:
         targets = recipe.wanted_targets(inputs, targets, config)
         mine, tokens = self.accumulate(*(cut_sequence(part, comms) for part in (inputs, targets)))
         norm = float(self.update())
-        blocked = [comms.blocked_seconds.get(axis, 0.0) - blocked_before.get(axis, 0.0) for axis in _AXES]
-        of_rank = (float(mine), self.asked_to_stop(), most_held(comms.device), *blocked)
+        seconds = time.perf_counter() - started
+        blocked = {axis: now - blocked_before.get(axis, 0.0) for axis, now in comms.blocked_seconds.items()}
+        of_rank = [float(mine), self.asked_to_stop(), most_held(comms.device), seconds - sum(blocked.values())]
+        every = torch.zeros(comms.everyone.size, len(of_rank) + len(_AXES), dtype=torch.float64)
+        of_rank += [blocked[axis] for axis in _AXES]
+        every[comms.everyone.rank] = torch.tensor(of_rank, dtype=torch.float64)
         rows = self._rows_of_experts()
-        shared = torch.cat([torch.tensor(of_rank, dtype=torch.float64, device=comms.device), rows.flatten()])
+        shared = torch.cat([every.flatten().to(comms.device), rows.flatten()])
         comms.everyone.all_reduce(shared)
-        total, stop, memory, *blocked = shared[: len(of_rank)].tolist()
-        of_experts = shared[len(of_rank) :].view_as(rows)
+        every = shared[: every.numel()].view_as(every).cpu()
+        total, stop, memory = every[:, :3].sum(0).tolist()
+        of_experts = shared[every.numel() :].view_as(rows)
         balance = busiest(of_experts, comms.experts.size) if self._spread else None
         comms.poll()  # the host has seen the end of the step: a NaN may be rows that a peer never sent
         loss = total / self._peers / tokens  # each of them has counted
@@ -122,9 +133,9 @@ class Trainer:
                 f"train: the loss of step {index} is {loss} (learning rate {lr:g}, gradient norm {norm:g}); use a"
                 " smaller lr or a longer warmup"
             )
-        means = {axis: seconds / comms.everyone.size for axis, seconds in zip(_AXES, blocked, strict=True)}
-        seconds, tokens = time.perf_counter() - started, config.batch_size * config.seq_len
-        return Step(index, loss, lr, norm, seconds, tokens, means, memory / comms.everyone.size, stop > 0, balance)
+        means = dict(zip(_AXES, every[:, 4:].mean(0).tolist(), strict=True))
+        seconds, tokens, memory = time.perf_counter() - started, config.batch_size * config.seq_len, memory / len(every)
+        return Step(index, loss, lr, norm, seconds, tokens, means, memory, every[:, 3:], stop > 0, balance)
 
     def _rows_of_experts(self) -> torch.Tensor:
         """Rows that this rank has sent to each expert, in the place of its group: (mixtures, groups, E)."""
@@ -157,7 +168,7 @@ class Trainer:
             if self._schedule is not None:
                 self._schedule.step(piece_in, target=piece_out)
                 continue
-            with self._forward_context():
+            with self._forward_context(piece_out):
                 outputs = self.model(piece_in)
             loss = self._loss_of(outputs, piece_out)
             del outputs  # backward lets logits go as soon as the head is done, if nobody else holds them
@@ -165,18 +176,23 @@ class Trainer:
         return self._total, tokens
 
     @contextmanager
-    def _forward_context(self) -> Iterator[None]:
-        chunked = self.config.chunked_loss
-        with recipe.autocast(self.config), recipe.without_head(self.model, self._modules) if chunked else nullcontext():
+    def _forward_context(self, targets: torch.Tensor | None = None) -> Iterator[None]:
+        """Of a forward pass. In chunks a model without stages gives the loss: so the head is gathered with the rest."""
+        loss = None if targets is None else partial(self._loss_of_head, targets)
+        head = without_head(self.model, *self._modules, loss=loss) if self.config.chunks_loss else nullcontext()
+        with recipe.autocast(self.config), head:
             yield
 
+    def _loss_of_head(self, targets: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        head: Any = self.model.lm_head
+        return axo.nn.linear_cross_entropy(rows, head, targets, reduction="sum", softcap=self._softcap)
+
     def _loss_of(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """What backward begins with: (rows, seq_len, V/Gx), of ``chunked_loss`` (rows, seq_len, h/Gy), and targets
-        (rows, seq_len) -> a scalar."""
-        if self.config.chunked_loss:
-            cap = self.model.config.final_logit_softcapping
+        """What backward begins with: logits (rows, seq_len, V/Gx), in chunks what the head takes (rows, seq_len, h/Gy)
+        or the loss, and targets (rows, seq_len) -> a scalar."""
+        if self.config.chunks_loss:
             with recipe.autocast(self.config):
-                loss = axo.nn.linear_cross_entropy(outputs, self.model.lm_head, targets, reduction="sum", softcap=cap)
+                loss = self._loss_of_head(targets, outputs) if outputs.dim() else outputs
         else:
             loss = self.loss(outputs.flatten(0, 1), targets.flatten())
         self._total += loss.detach().double()

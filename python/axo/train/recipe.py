@@ -9,13 +9,11 @@ Plain torch: nothing here knows of ranks. Source: the usual recipe (GPT-3, LitGP
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from litgpt.model import GPT
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from axo.nn.goldfish import goldfish_targets
@@ -66,29 +64,6 @@ def autocast(config: TrainConfig) -> AbstractContextManager[Any]:
     """The context of a forward pass: bf16 (fp16) products over fp32 weights in ``bf16-mixed`` (``16-mixed``)."""
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.precision)
     return nullcontext() if dtype is None else torch.autocast(config.device.split(":")[0], dtype=dtype)
-
-
-@contextmanager
-def without_head(model: GPT, stages: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """A forward pass in it ends with what the head takes: its product and the soft cap are the loss's to make.
-
-    ``stages`` may have configurations of their own.
-    """
-    head, cap = model.lm_head, model.config.final_logit_softcapping
-    configs: list[Any] = [part.config for part in (model, *stages)]
-    head.forward = _same  # type: ignore[method-assign]
-    for config in configs:
-        config.final_logit_softcapping = None
-    try:
-        yield
-    finally:
-        del head.forward
-        for config in configs:
-            config.final_logit_softcapping = cap
-
-
-def _same(input: torch.Tensor) -> torch.Tensor:
-    return input
 
 
 def wanted_targets(inputs: torch.Tensor, targets: torch.Tensor, config: TrainConfig) -> torch.Tensor:

@@ -45,7 +45,9 @@ def traced_step(trainer: Trainer, index: int) -> Step:
     config, comms, spans = trainer.config, trainer.comms, list[Span]()
     with ExitStack() as hooks:
         for name, module in trainer.model.named_modules():
-            if next(module.parameters(recurse=False), None) is not None:
+            if config.chunks_loss and module is trainer.model.lm_head:
+                _time_calls(trainer, "_loss_of_head", "head and loss", spans, hooks)
+            elif next(module.parameters(recurse=False), None) is not None:
                 _time_passes(name or type(module).__name__, module, spans, hooks)
         _time_calls(trainer, "clip", "clip", spans, hooks)
         _time_calls(trainer.optimizer, "step", "optimizer", spans, hooks)

@@ -51,6 +51,23 @@ def test_full_finetuning_equals_stock_litgpt(base, stock_full, grid, stages):
     assert mine == pytest.approx(stock_full, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("method", "grid", "asked"),
+    [
+        ("full", "2x1x4x1", {"context": 2, "vocab_loss": True}),
+        ("lora", "1x1x4x1", {"context": 4, "context_kind": "gather"}),
+    ],
+)
+def test_finetuning_with_sequences_over_ranks_equals_stock_litgpt(base, request, method, grid, asked):
+    """LitGPT shifts labels by slices of rows whose tokens lie on several ranks. Losses to 1e-4, validation too."""
+    stock, out = request.getfixturevalue(f"stock_{method}"), f"context-{method}"
+    mine = losses_on(base, out, grid, method, (LORA if method == "lora" else {}) | asked)
+    assert mine == pytest.approx(stock, abs=1e-4)
+    logs = [next((base / each / "logs" / "csv").glob("*/metrics.csv")) for each in (f"stock-{method}", out)]
+    validated = [csv_values(log)["val_loss"] for log in logs]
+    assert validated[1] == pytest.approx(validated[0], abs=1e-4) and len(validated[0]) == 2
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_finetuning_a_mixture_of_experts_equals_stock_litgpt(base, method):

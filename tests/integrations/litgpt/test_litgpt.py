@@ -72,8 +72,9 @@ def _worst(losses, others):
     return max(abs(loss - other) for loss, other in zip(losses, others, strict=True))
 
 
-def test_the_vocabulary_parallel_loss_equals_stock_litgpt(folder, serial):
-    losses, _, state = run(folder, "vocabulary", "2x1x1x2", vocab_loss=True)
+@pytest.mark.parametrize(("grid", "stages"), [("2x1x1x2", 1), ("1x1x2x1", 2)])
+def test_the_vocabulary_parallel_loss_equals_stock_litgpt(folder, serial, grid, stages):
+    losses, _, state = run(folder, f"vocabulary-{stages}", grid, vocab_loss=True, pipeline=stages)
     assert losses == pytest.approx(serial[0], abs=1e-4)
     assert distance(state["model"], serial[2]["model"]) < 1e-5
 
@@ -191,7 +192,10 @@ def test_goldfish_masks_training_and_not_validation():
             ["pretrain", "pythia-14m", "--context", "2", "--context-kind", "tree", "--grid", "1x1x2x1"],
             "context='tree' is not known; use one of 'ring', 'gather', 'heads'",
         ),
-        (["finetune_lora", ".", "--context", "2", "--grid", "1x1x2x1"], "--context is of pretrain: finetune_lora"),
+        (
+            ["finetune_adapter", ".", "--context", "2", "--grid", "1x1x2x1"],
+            "--context is of pretrain, finetune_full and",
+        ),
         (["pretrain", "pythia-14m", "--context-kind", "heads", "--grid", "1x1x2x1"], "--context-kind heads is of"),
         (
             ["pretrain", "pythia-14m", "--context", "2", "--grid", "2x2x2x1", "--algorithm", "tesseract"],
@@ -244,6 +248,10 @@ def test_goldfish_masks_training_and_not_validation():
         (["evaluate", "folder", "--tasks", "a", "--batch_size", "auto", "--grid", "2x1x1x1"], "--batch_size auto is"),
         (["generate_adapter", ".", "--adapter_path", "no/such"], "--adapter_path no/such does not exist"),
         (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
+        (
+            ["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--elastic", "1:2"],
+            "here --max-restarts N starts lost ranks",
+        ),
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
         (["generate_full", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "bnb.nf4 runs on one device only"),
         (

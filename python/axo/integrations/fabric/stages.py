@@ -67,6 +67,7 @@ class StageRunner:
     Attributes:
         entries: Names of the whole model's state dict, in order.
         parameters: Names of its parameters, in order.
+        modules: The stages of this rank.
 
     Raises:
         ValueError: The model cannot be cut in so many stages.
@@ -94,8 +95,8 @@ class StageRunner:
         self.parameters = [name for name, _ in model.named_parameters()]
         self._columns: int = model.lm_head.out_features  # type: ignore[assignment]
         layout = pipeline.layout(schedule)
-        self._modules = pipeline.split(model, comms, cuts, views=True, **layout)
-        parts = [part_of(module) for module in self._modules]
+        self.modules = pipeline.split(model, comms, cuts, views=True, **layout)
+        parts = [part_of(module) for module in self.modules]
         self._numbers = [part.index for part in parts if part is not None]
         self._count, self._features = next((part.stages, part.features) for part in parts if part is not None)
         self._homes = [rank_of(number, self._count, comms.stages, layout["order"]) for number in range(self._count)]
@@ -234,7 +235,7 @@ class StageRunner:
         rows, tokens = ids.shape
         if self._schedule is None or self._schedule[0] != (rows, tokens):
             most = -(-rows // self._microbatches)
-            stages = pipeline.stages(self._modules, self.comms, rows=most, tokens=tokens, forward_context=self._context)
+            stages = pipeline.stages(self.modules, self.comms, rows=most, tokens=tokens, forward_context=self._context)
             schedule = pipeline.schedule(
                 self._name,
                 stages,
@@ -260,7 +261,7 @@ class StageRunner:
         within: dict[int, list[torch.Tensor]] = {}  # from one stage of this rank to its next
         under_way: list[Any] = []
         logits: list[torch.Tensor] = []
-        for number, module in sorted(zip(self._numbers, self._modules, strict=True)):
+        for number, module in sorted(zip(self._numbers, self.modules, strict=True)):
             for index, piece in enumerate(pieces):
                 given = piece
                 if number and homes[number - 1] == line.rank:
@@ -282,7 +283,7 @@ class StageRunner:
 
     def _prepare(self) -> None:
         """Tell the stages what the program has set on the model: lengths, and the mask of a cache."""
-        for module in self._modules:
+        for module in self.modules:
             for name in ("_max_seq_length", "mask_cache"):
                 module.__dict__[name] = self._model.__dict__.get(name)
 

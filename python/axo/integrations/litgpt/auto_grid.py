@@ -35,7 +35,10 @@ def choose(parsed: Parsed, rank: Rank | None) -> Options:
     stages = ("pipeline", "schedule", "cuts", "microbatches")
     given: dict[str, Any] = {name: value for name in stages if (value := getattr(asked, name))}
     length, batch = train.max_seq_length or parsed.model.block_size, train.global_batch_size
-    config = TrainConfig(batch_size=batch, seq_len=length, offload=asked.offload, algorithm=asked.algorithm, **given)
+    config = TrainConfig(
+        batch_size=batch, seq_len=length, offload=asked.offload, algorithm=asked.algorithm,
+        chunked_loss=asked.vocab_loss, **given,
+    )  # fmt: skip
 
     def pieces(grid: Grid) -> int:
         rows = train.micro_batch_size * grid.z * grid.data

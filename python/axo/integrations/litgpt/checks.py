@@ -105,9 +105,10 @@ def _check_options(name: str, command: Command, options: Options) -> None:
     if not command.stages and options.pipeline > 1:
         able = ", ".join(other for other, each in PARALLEL.items() if each.stages)
         raise ValueError(f"litgpt: --pipeline is not for {name}; in stages run {able}")
-    if options.context > 1 and name != "pretrain":
+    if options.context > 1 and not (command.trains and command.stages):
         raise ValueError(
-            f"litgpt: --context is of pretrain: {name} shifts labels, or reads caches, of whole sequences; leave it out"
+            f"litgpt: --context is of pretrain, finetune_full and finetune_lora: {name} reads caches, or a prompt"
+            " before the tokens; leave it out"
         )
     for option in map(name_of, options.given):
         if option == "--host" and name != "serve":

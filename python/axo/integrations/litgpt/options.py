@@ -49,7 +49,7 @@ class Options:
     sharded: bool = False
     """Every rank saves its own part; 'axo consolidate' makes such a checkpoint whole."""
     vocab_loss: bool = False
-    """Leave logits split over x in training: the same loss, less memory."""
+    """The same loss in training, of logits of a few rows at a time, or at least split over x: less memory."""
     max_restarts: int = 0
     """Start the ranks again, from the newest checkpoint, when one was lost; at most so many times."""
     goldfish: tuple[int, int] | None = None
@@ -67,7 +67,7 @@ class Options:
     offload_dir: str = ""
     """The folder of the lower tier, for CPU ranks."""
     context: int = 1
-    """Of pretrain: neighbours along z that hold pieces of the same sequences."""
+    """Of pretrain and finetuning: neighbours along z that hold pieces of the same sequences."""
     context_kind: str = "ring"
     """How these see each other's keys and values: ring, gather or heads."""
     algorithm: str = "axonn"

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.fabric import Fabric
 from litgpt.model import LLaMAMoE
 from torch import nn
@@ -169,6 +170,9 @@ class LitGPTRun:
             left_out = ~goldfish_mask(targets, *asked.goldfish, ignore_index=ignore_index)
             targets = targets.masked_fill(left_out, ignore_index)
         if asked.context > 1 and not targets.is_meta:
+            if self.strategy.shifts_labels:  # of whole rows; the last token has none
+                targets = F.pad(targets, (0, 1), value=ignore_index)
+                logits = logits[:-1] if isinstance(logits, list) else logits
             targets = cut_sequence(targets, self.strategy.comms)
         own = asked.vocab_loss or asked.goldfish is not None or asked.pipeline > 1
         mean = self.strategy.cross_entropy if own else stock
@@ -204,8 +208,7 @@ class LitGPTRun:
             if "loss" in metrics:
                 # LitGPT takes a rank's own for those of each, which rows of finetuning are not
                 own = torch.tensor(int(metrics["tokens"]), device=self.fabric.device)
-                comms = self.strategy.comms
-                metrics["total_tokens"] = int(data_ranks.reduce(own, comms)) // comms.context.size  # it shares rows
+                metrics["total_tokens"] = int(data_ranks.reduce(own, self.strategy.comms))
                 figures = self.figures.take(metrics["total_tokens"])
                 left = None if "remaining_time" in metrics else self._left(metrics["step"])
                 self.fabric.print(in_words(figures, left))
@@ -281,7 +284,10 @@ class LitGPTRun:
         stock(**options)
 
     def generate_example(self, stock: Callable[..., Any], fabric: Any, *args: Any, **options: Any) -> Any:
-        """All ranks, from one generator state, or they choose other tokens."""
+        """All ranks, from one generator state, or they choose other tokens; in a context none."""
+        if fabric.strategy.context > 1:
+            fabric.print("no example is generated: ranks that share sequences have no cache of keys")
+            return None
         random.setstate(fabric.broadcast(random.getstate()))  # chooses the example, where litgpt was asked to
         with source_generator(fabric.strategy.comms, fabric.device, all_stages=True):
             return stock(fabric, *args, **options)

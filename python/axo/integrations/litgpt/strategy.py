@@ -8,17 +8,24 @@ and whoever goes on counts them in iterations of its own:
     iter_num = iter_num of the checkpoint * samples an iteration then / samples an iteration now
 
 Checkpoints of LitGPT's own say so in the ``hyperparameters.yaml`` beside them.
+
+``vocab_loss`` goes further here, where the loop is known: in training the model gives what its head takes, and the loss
+makes the logits of a few rows at a time (``axo.nn.linear_cross_entropy``). Where the head cannot (Tesseract, LoRA on
+it, fp16 with a scaler, torch.compile) logits are split over x.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from lightning.fabric.utilities.data import has_iterable_dataset
 from torch import nn
 
@@ -26,6 +33,7 @@ from axo.integrations.fabric.loader import SharedLoader, split_in_order
 from axo.integrations.fabric.strategy import AxoStrategy
 from axo.integrations.litgpt.options import Options
 from axo.integrations.litgpt.parsing import read_yaml
+from axo.nn.linear_loss import linear_cross_entropy, misfit, without_head
 from axo.offload import Offload
 from axo.perf import cut
 
@@ -49,12 +57,67 @@ class LitGPTStrategy(AxoStrategy):
         self.after_setup: Callable[[nn.Module], None] | None = None  # for the next model, once split
         self.stands_in = self.streams = False
 
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether LitGPT's loop does so, of rows whose tokens lie on several ranks."""
+        return self.context > 1 and self.like_one_device
+
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         module = self.module = super().setup_module(module)
+        if self._stages is None and (self.vocab_loss or self.shifts_labels):
+            module.forward = functools.partial(self._forward, module.forward, module)  # type: ignore[method-assign]
         if self.after_setup is not None:
             self.after_setup(module)
             self.after_setup = None
         return module
+
+    @property
+    def _chunks_loss(self) -> bool:
+        """Whether the loss makes the logits."""
+        can = getattr(self.precision, "scaler", None) is None and torch._dynamo.config.disable
+        return self.vocab_loss and can and not misfit(getattr(self.module, "lm_head", None))
+
+    def _forward(
+        self, plain: Callable[..., Any], model: Any, *args: Any, lm_head_chunk_size: int = 0, **options: Any
+    ) -> Any:
+        """The model's forward pass; in a context finetuning, which shifts labels itself, gets a token more to drop."""
+        if self._chunks_loss and model.training and torch.is_grad_enabled():
+            with without_head(model):
+                output = plain(*args, **options).as_subclass(_HeadInput)
+            output = [output] if lm_head_chunk_size else output
+        else:
+            output = plain(*args, lm_head_chunk_size=lm_head_chunk_size, **options)
+        if self.shifts_labels:
+            more = output[-1][:, :1] if lm_head_chunk_size else None
+            output = F.pad(output, (0, 0, 0, 1)) if more is None else [*output, more]
+        return output
+
+    @contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        stages: Any = self._stages
+        parts = (self.module, *stages.modules)
+        with super()._forward_context(), without_head(*parts) if self._chunks_loss else nullcontext():
+            yield
+
+    def cross_entropy(
+        self, logits: Any, targets: torch.Tensor, chunk_size: int = 128, ignore_index: int = -100
+    ) -> torch.Tensor:
+        """As in AxoStrategy; in training ``logits`` may be what the head takes."""
+        rows = logits[0] if isinstance(logits, list) else logits
+        if not isinstance(rows, _HeadInput):
+            return super().cross_entropy(logits, targets, chunk_size, ignore_index)
+        return self._summed(rows, targets, ignore_index) / (targets != ignore_index).sum().clamp(min=1)
+
+    def _summed(self, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+        if not isinstance(logits, _HeadInput) and (self._stages is None or not self._chunks_loss):
+            return super()._summed(logits, targets, ignore_index)
+        model: Any = self.module
+        rows = self.precision.convert_input(logits.as_subclass(torch.Tensor))
+        with super()._forward_context():
+            return linear_cross_entropy(
+                rows, model.lm_head, targets, reduction="sum", ignore_index=ignore_index,
+                softcap=model.config.final_logit_softcapping,
+            )  # fmt: skip
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
@@ -112,6 +175,10 @@ class LitGPTStrategy(AxoStrategy):
                 " change --train.micro_batch_size or the grid"
             )
         return iterations
+
+
+class _HeadInput(torch.Tensor):
+    """What the head takes, in the place of its logits: ``(rows, tokens, h/Gy)``."""
 
 
 def strategy_of(options: Options, **more: Any) -> LitGPTStrategy:
