@@ -32,6 +32,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import tokenize
 from collections.abc import Iterable, Iterator
@@ -477,8 +478,9 @@ def sources() -> str:
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for name in _SOURCES:
         digest.update(_code((root / name).read_text(encoding="utf-8")).encode())
-    for part in (_compile, _arguments, _kernel_names, Target, Config, resident):
-        digest.update(_code(inspect.getsource(part)).encode())
+    promises = (Config.registers, Config.occupancy, Config.shared_bytes, resident)
+    for part in (_compile, _arguments, _kernel_names, Target, *promises):
+        digest.update(_code(textwrap.dedent(inspect.getsource(part))).encode())
     digest.update(repr(TARGETS).encode())
     return digest.hexdigest()[:12]
 
