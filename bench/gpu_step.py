@@ -36,6 +36,9 @@ import torch.nn.functional as F
 
 import axo
 from axo.grid import Grid
+from axo.perf.memory import GIB, estimate
+from axo.perf.run_options import RunOptions
+from axo.perf.workload import gpt
 from axo_kernels.tune.timing import Timing, once, paired, relative_error, sustained
 
 from . import gemm
@@ -112,10 +115,6 @@ def rates(device: torch.device, toy: bool, table: Table) -> tuple[float, float]:
 
 def planned(sizes: Sizes) -> float:
     """GiB that the planner gives such a step of Axo's at its fullest, without its share for waste and libraries."""
-    from axo.perf.memory import GIB, estimate
-    from axo.perf.run_options import RunOptions  # want PyYAML, which a GPU's bare machine may lack
-    from axo.perf.workload import gpt
-
     model = gpt(
         "a step", layers=sizes.layers, hidden=sizes.hidden, heads=sizes.heads, vocab=sizes.vocab,
         seq_length=sizes.seq_len, bias=False,

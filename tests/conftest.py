@@ -13,6 +13,9 @@ os.environ.setdefault("OMP_THREAD_LIMIT", "1")  # also where a command takes all
 # torch's store asks the name server who 127.0.0.1 is whenever a rank opens it: an answer that is lost costs one second
 # instead of five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# Of a test without a limit of its own; pyproject.toml has the same for a machine that is not busy.
+if "AXO_TEST_SLOWNESS" in os.environ:
+    os.environ.setdefault("PYTEST_TIMEOUT", str(300 * float(os.environ["AXO_TEST_SLOWNESS"])))
 # What has been tuned on this machine is no part of the tests: a folder that can be neither read nor written.
 os.environ["AXO_TUNE_CACHE"] = os.path.join(os.devnull, "tuner")
 os.environ.pop("AXO_TUNE", None)

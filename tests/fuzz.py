@@ -33,7 +33,7 @@ from axo.checkpoint.folder import MARKER, METADATA
 from axo.comm import flight
 from axo.integrations.litgpt import run_folder
 from axo.perf import machine, readers
-from axo.train import models
+from axo.train import models, slow
 from axo.train.log import _lines_before
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import from_json
@@ -152,7 +152,9 @@ class Kinds:
         config = {"block_m": 1, "block_n": 1, "block_k": 1}
         self.cache.put({"a": {"backend": "triton", "layout": "NN", "strategy": "plain", "config": config, "chunks": 1}})
         self.entries = self.cache.path.read_bytes()
-        self.log = b'{"kind": "header"}\n{"kind": "step", "step": 1}\n{"kind": "step", "step": 5}\n'
+        self.log = b'{"kind": "header", "hosts": ["a", "b"], "grid": "2x1x1x1"}\n{"kind": "step", "step": 1}\n'
+        self.log += b'{"kind": "step", "step": 5, "seconds": 2.5, "worked": [1.5, 2.5], "spread": {"x": 0.5}}\n'
+        self.log += b'{"kind": "slow", "step": 5, "rank": 1, "host": "b", "times": 1.5, "steps": 20}\n'
         self.run = b'{"run": "ab", "left behind": {"step-1": 5}}'
         self.hyper = b"seed: 42\ndata:\n  class_path: a.B\n  init_args: {x: 1}\ntrain:\n  max_seq_length: 5\n"
         self.kinds: dict[str, Callable[[random.Random], tuple[Path, Callable[[], Any]]]] = {
@@ -168,7 +170,7 @@ class Kinds:
             "training model": lambda draw: self._text(draw, "t.yaml", self.config, models._from_file),
             "flight": lambda draw: self._text(draw, "axo-flight-1.jsonl", self.flight, self._render),
             "tuner cache": lambda draw: self._text(draw, self.cache.path.name, self.entries, self._read_cache),
-            "log": lambda draw: self._text(draw, "log.jsonl", self.log, lambda path: _lines_before(path, 3)),
+            "log": lambda draw: self._text(draw, "log.jsonl", self.log, self._read_log),
             "run": lambda draw: self._text(draw, "axo-run.json", self.run, lambda path: run_folder._left(path.parent)),
             "hyperparameters": lambda draw: self._hyperparameters(draw),
         }
@@ -227,6 +229,10 @@ class Kinds:
     def _read_machine(self, path: Path) -> None:
         machine._read.cache_clear()
         machine.load(str(path))
+
+    def _read_log(self, path: Path) -> None:
+        _lines_before(path, 3)
+        slow.live(path)
 
     def _render(self, path: Path) -> None:
         from rich.console import Console

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,15 +168,17 @@ class Hosts(list[Host]):
         return namespace
 
     def start(
-        self, command: list[str], ranks_per_host: int, outputs: str = "rank", **environment: str
-    ) -> list[subprocess.Popen[str]]:
+        self, command: list[str], ranks_per_host: int, outputs: str = "rank", only: Sequence[int] | None = None,
+        **environment: str,
+    ) -> list[subprocess.Popen[str]]:  # fmt: skip
         """Start ranks of ``command`` on every host, as torchrun would: RANK, WORLD_SIZE, MASTER_ADDR and so on.
 
-        ``outputs``: how the files begin in which they print; another name for ranks that run beside others.
+        ``outputs``: how the files begin in which they print; another name for ranks that run beside others. ``only``:
+        these ranks; None: all.
         """
         size = len(self) * ranks_per_host
         started = []
-        for rank in range(size):
+        for rank in range(size) if only is None else only:
             host = self[rank // ranks_per_host]
             own = {
                 "RANK": str(rank),

@@ -128,8 +128,12 @@ def rank_outcomes(
     hosts: dict[str, float] | None = None,
 ) -> list[Outcome]:
     """Call ``fn(*args)`` on every rank; return how each rank ended, in rank order. Never raises for a rank."""
-    limit = timeout * float(os.environ.get("AXO_TEST_SLOWNESS", "1"))
-    return _running_zygote().run(fn, world_size, args, limit, env or {}, preload, hosts)
+    return _running_zygote().run(fn, world_size, args, timeout * slowness(), env or {}, preload, hosts)
+
+
+def slowness() -> float:
+    """How many times as long as on a machine of its own anything may take."""
+    return float(os.environ.get("AXO_TEST_SLOWNESS", "1"))
 
 
 def _running_zygote() -> Zygote:
@@ -194,9 +198,9 @@ class Command:
         """Wait for its end; what it, and whatever it started, has printed on stdout and stderr.
 
         Raises:
-            subprocess.TimeoutExpired: Not within ``timeout`` seconds; it has been killed.
+            subprocess.TimeoutExpired: Not within ``timeout`` seconds (times ``slowness``); it has been killed.
         """
-        text, deadline = b"", time.monotonic() + timeout
+        text, deadline = b"", time.monotonic() + timeout * slowness()
         while True:
             if not select.select([self._output], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 os.killpg(self.pid, signal.SIGKILL)

@@ -107,8 +107,8 @@ def test_values_are_cut_before_they_are_written_out() -> None:
     for _ in range(40):
         nested = [nested] * 9
     for value in (nested, "x" * (1 << 28), 1 << 100_000, {"a": nested}):
-        before = time.monotonic()
-        assert len(files.shown(value)) <= 60 and time.monotonic() - before < 1
+        before = time.process_time()
+        assert len(files.shown(value)) <= 60 and time.process_time() - before < 1
     assert files.shown([1, "two", {"a": 3.5}]) == repr([1, "two", {"a": 3.5}])
 
 

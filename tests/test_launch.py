@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -49,15 +50,16 @@ def listening_addresses() -> list[str]:
 
     with axo.connect("2x1x1x1") as comms:
         comms.world.barrier()
-        inodes = sockets_of(os.getpid()) | sockets_of(os.getppid())
-        found = []
-        for table in ("tcp", "tcp6"):
-            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == LISTEN and fields[9] in inodes:
-                    found.append(fields[1].partition(":")[0])
+        addresses = addresses_of(sockets_of(os.getpid()) | sockets_of(os.getppid()))
         comms.world.barrier()
-    return found
+    return addresses
+
+
+def addresses_of(inodes: set[str]) -> list[str]:
+    """Those of sockets that listen."""
+    tables = [Path("/proc/self/net", table).read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
+    sockets = [line.split() for lines in tables for line in lines]
+    return [fields[1].partition(":")[0] for fields in sockets if fields[3] == LISTEN and fields[9] in inodes]
 
 
 def launch_two() -> list[str]:
@@ -66,6 +68,36 @@ def launch_two() -> list[str]:
 
 def test_local_ranks_listen_on_no_port() -> None:
     assert run_ranks(launch_two, 1) == [[]]
+
+
+LIGHTNING = """
+import os, sys
+import lightning as L
+from axo.integrations.fabric.strategy import AxoStrategy
+from tests.test_launch import addresses_of, open_to_another_user, sockets_of
+
+fabric = L.Fabric(accelerator="cpu", strategy=AxoStrategy("2x1x1x1"))
+before = sockets_of(os.getpid())  # Lightning starts MPI where mpi4py is installed, which listens everywhere
+fabric.launch()
+store = os.environ["AXO_STORE"].partition(" ")[2]
+assert os.path.getsize(store) > 0 and fabric.strategy.reduce_boolean_decision(True)
+told = addresses_of(sockets_of(os.getpid()) - before), open_to_another_user([os.path.dirname(store), store])
+fabric.barrier()
+print("told", *told, store, flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_ranks_that_lightning_starts_meet_in_a_file_too(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LIGHTNING)
+    left = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "MASTER_PORT")}
+    left["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    command = [sys.executable, tmp_path / "script.py"]
+    done = subprocess.run(command, env=left, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("told")]
+    assert len(lines) == 2 and len({*lines}) == 1 and lines[0].startswith("told [] [] /"), done.stdout
+    assert not Path(lines[0].split()[-1]).parent.exists()
 
 
 NOBODY = 65534  # another user

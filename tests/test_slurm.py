@@ -115,7 +115,7 @@ JobAcctGatherType=jobacct_gather/none
 NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-PROGRAMS = ("srun", "sbatch", "scancel", "scontrol", "slurmctld", "slurmd", "munged", "mungekey")
+PROGRAMS = ("srun", "sbatch", "scancel", "squeue", "scontrol", "slurmctld", "slurmd", "munged", "mungekey")
 NEEDS_SLURM = pytest.mark.skipif(
     os.geteuid() != 0 or any(shutil.which(name) is None for name in PROGRAMS),
     reason="needs root's rights and Debian's packages slurm-wlm and munge",
@@ -150,7 +150,12 @@ def cluster(tmp_path_factory):
             assert time.monotonic() < end, (folder / "controller.log").read_text()
             time.sleep(0.2)
         yield environment
-    finally:
+    finally:  # a job whose daemons end first leaves its processes behind
+        end = time.monotonic() + 60
+        jobs = {"env": environment, "capture_output": True, "text": True, "timeout": 60}
+        while subprocess.run(["squeue", "--noheader"], **jobs).stdout and time.monotonic() < end:
+            subprocess.run(["scancel", "--me", "--full", "--signal=KILL"], **jobs)
+            time.sleep(0.5)
         for daemon in reversed(daemons):
             daemon.terminate()
         for daemon in daemons:

@@ -11,10 +11,13 @@ With ``launch_local(..., terminate=True)`` ranks get SIGTERM, or the first Ctrl-
 dies takes its ranks with it.
 The ranks meet at a store that listens on the loopback interface alone; torch's own listens on all of them. Under
 torchrun nothing is launched: the process is a rank already, and the store is where torchrun put it.
+
+Long because what a launch starts, what signals do to it and what it says of its end are read together.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -38,7 +41,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from axo import files, slurm
 from axo.cores import usable_cores
@@ -53,6 +56,7 @@ _TOLD = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _ASKED = "asked-to-end"  # a file among the reports: the signal's number
 _LOST = "lost"  # another one: what a second Ctrl-C costs, in words
 CONSEQUENCES = (PeerLost, Aborted)  # of what another rank did
+_HOST_LOST = "is lost: its host"  # in the PeerLost of a host that answers nothing: no cause will be told
 _GLOO_LOST_A_PEER = "gloo/transport"  # in the RuntimeError of torch's own collectives: trainers call some
 _FREE_FILES = 16
 _SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of linux/prctl.h
@@ -88,13 +92,25 @@ class RankFailed(RuntimeError):
         trace: The rank's traceback, or "".
         lost: The rank died without an error of its own, and nobody had asked for the end: another start may do better.
         signal: The number of the signal that killed it; 0: none did.
+        consequence: It ended as a rank of another host did.
     """
+
+    consequence = False
 
     def __init__(
         self, message: str, *, rank: int, user_error: bool = False, trace: str = "", lost: bool = False, signal: int = 0
     ) -> None:
         super().__init__(message)
         self.rank, self.user_error, self.trace, self.lost, self.signal = rank, user_error, trace, lost, signal
+
+
+class Part(NamedTuple):
+    """Which ranks of a run on several hosts, ``world`` in all, a launch starts, and where rank 0 opens the store."""
+
+    first: int
+    world: int
+    address: str
+    port: int
 
 
 @dataclass(frozen=True)
@@ -209,7 +225,7 @@ class Termination:
 
     Attributes:
         asked: Whether it has come.
-        by: What has come, in words: SIGTERM, Ctrl-C or SIGUSR1.
+        by: What has come, in words: SIGTERM, Ctrl-C or SIGUSR1. number: Its number.
         progress: Gives the steps that are done and the newest checkpoint with its step, for the words of the end.
     """
 
@@ -223,7 +239,7 @@ class Termination:
 
     def __init__(self) -> None:
         self.asked = False
-        self.by = "SIGTERM"
+        self.by, self.number = "SIGTERM", int(signal.SIGTERM)
         self.progress: Callable[[], tuple[int, Path | None, int]] | None = None
         self._since = 0.0
 
@@ -238,7 +254,7 @@ class Termination:
 
     def _note(self, number: int, frame: Any) -> None:
         if not self.asked:
-            self.asked, self._since = True, time.monotonic()
+            self.asked, self.number, self._since = True, number, time.monotonic()
             self.by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             if os.environ.get("RANK", "0") == "0":
                 self.tell_lost()
@@ -266,6 +282,7 @@ def launch_local(
     fork: bool = True,
     terminate: bool = False,
     noted: list[int] | None = None,
+    part: Part | None = None,
 ) -> Any:
     """Run ``function(*args)`` on ``ranks`` new local ranks; return what rank 0 returned.
 
@@ -277,6 +294,7 @@ def launch_local(
         terminate: Pass SIGTERM and the first Ctrl-C on to the ranks and wait for them, as they end with
             :class:`Termination`; call it on the main thread then.
         noted: Gets the number of each signal that has come, also where the ranks ended well.
+        part: They are these of a run on several hosts, each of which starts its own; None: they are all.
 
     Raises:
         ValueError: ``ranks`` is no number of ranks, or ``terminate`` is asked for on another thread.
@@ -336,9 +354,9 @@ def launch_local(
         try:
             with handled(end, Termination.signals() if terminate else ()):
                 gc.collect()  # what earlier launches left (stores with threads) may end here, but not in a forked rank
-                return elastic_launch(config, _rank_main)(reports, function, args)[0]
+                return elastic_launch(config, _rank_main)(reports, function, args, part)[0]
         except ChildFailedError as error:
-            failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            failures = {(part.first if part else 0) + rank: each.exitcode for rank, each in error.failures.items()}
             asked = int(Path(reports, _ASKED).read_text() or signal.SIGTERM) if Path(reports, _ASKED).exists() else 0
             if ended or (asked and -asked in failures.values()):  # the latter: before a rank noted it
                 raise Interrupted(asked, lost()) from None
@@ -358,15 +376,20 @@ def launch_local(
 
 
 @contextlib.contextmanager
-def own_folder(place: str | None = None) -> Iterator[str]:
+def own_folder(place: str | None = None, name: str = "") -> Iterator[str]:
     """A folder for one launch in ``place`` (None: that of temporary files), which holds a lock in it.
 
-    Those whose launchers were killed are removed first, there and in memory.
+    Those whose launchers were killed are removed first, there and in memory. ``name``: as on other hosts; "": any.
     """
     for each in (tempfile.gettempdir(), _SHM):
         _remove_left_over(each)
     while True:
-        with tempfile.TemporaryDirectory(prefix=_FOLDER, dir=place, ignore_cleanup_errors=True) as folder:
+        with contextlib.ExitStack() as end:
+            if name and place:
+                os.mkdir(folder := f"{place}/{_FOLDER}{name}", 0o700)
+            else:
+                folder = tempfile.mkdtemp(prefix=_FOLDER, dir=place)
+            end.callback(shutil.rmtree, folder, ignore_errors=True)
             path = Path(folder, _LOCK)
             lock = files.open_own(path)
             try:
@@ -377,6 +400,19 @@ def own_folder(place: str | None = None) -> Iterator[str]:
                 return
             finally:
                 os.close(lock)
+
+
+def meet_in_a_file(environment: Any, hosts: int) -> None:
+    """Let the ranks that this process is to start meet in a file of its own, as those of ``axo.launch`` do.
+
+    Args:
+        environment: Lightning's, which says who starts the ranks, and their MASTER_PORT.
+        hosts: On how many of them. Ranks of several, or of another launcher, meet where that one says.
+    """
+    if hosts == 1 and not environment.creates_processes_externally:
+        kept = contextlib.ExitStack()
+        atexit.register(kept.close)
+        os.environ[STORE] = f"{environment.main_port} {Path(kept.enter_context(own_folder()), 'store')}"
 
 
 def _remove_left_over(place: str) -> None:
@@ -479,7 +515,7 @@ def end_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...], part: Part | None) -> Any:
     gc.freeze()  # what a forked rank has inherited is never collected in it: a store's end waits for a thread it lacks
     launcher = multiprocessing.parent_process()
     assert launcher is not None and launcher.pid is not None
@@ -492,7 +528,12 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the launcher's handler would raise anywhere in a rank
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _reports[:] = [Path(reports)]
-    os.environ[STORE] = f"{os.environ['MASTER_PORT']} {Path(reports, 'store')}"
+    if part is None:
+        os.environ[STORE] = f"{os.environ['MASTER_PORT']} {Path(reports, 'store')}"
+    else:
+        os.environ |= {"RANK": str(part.first + int(os.environ["RANK"])), "WORLD_SIZE": str(part.world)}
+        os.environ |= {"MASTER_ADDR": part.address, "MASTER_PORT": str(part.port)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # rank 0 opens it
     Path(reports, f"{os.getpid()}.pid").touch()
     if Path(reports, _ASKED).exists():  # the signal came before this rank could be found
         os.kill(os.getpid(), int(Path(reports, _ASKED).read_text() or signal.SIGTERM))
@@ -510,10 +551,10 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
             if error.code is None:  # torch takes only 0 for an end, and would wait for a result for ever
                 return None
             raise
-        if unread or isinstance(error, KeyboardInterrupt):  # for the latter torch would wait for a result for ever
+        if unread or type(error) is KeyboardInterrupt:  # for the latter torch would wait for a result for ever
             error = Interrupted(signal.SIGPIPE if unread else signal.SIGINT)
         _write_report(Path(reports), error)
-        if _is_consequence(error):
+        if _is_consequence(error) and _HOST_LOST not in str(error):
             let_the_cause_end_first()
         raise SystemExit(1) from None  # torch would leave a file in /tmp for any other exception
 
@@ -577,6 +618,7 @@ def _cause(reports: list[dict[str, Any]], exit_codes: dict[int, int]) -> RankFai
     report = min(own or reports, key=lambda report: report["time"])
     if report["user_error"]:
         return RankFailed(report["message"], rank=report["rank"], user_error=True)
-    return RankFailed(
-        f"rank {report['rank']}: {report['kind']}: {report['message']}", rank=report["rank"], trace=report["trace"]
-    )
+    message = f"rank {report['rank']}: {report['kind']}: {report['message']}"
+    failed = RankFailed(message, rank=report["rank"], trace=report["trace"])
+    failed.consequence = not own
+    return failed

@@ -38,6 +38,7 @@ __all__ = ["init_weights", "parallelize"]
 PLANS = ("litgpt", "auto")
 
 
+@torch.inference_mode(False)  # parameters are to be trained
 def parallelize(
     model: nn.Module,
     comms: Communicators,

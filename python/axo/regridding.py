@@ -47,6 +47,7 @@ from axo.plans.serial import Serial
 BUCKET_BYTES = 64 << 20
 
 
+@torch.inference_mode(False)
 def regrid(model: nn.Module, optimizer: Optimizer | None, grid: Grid | str) -> nn.Module:
     """Let ``model`` and ``optimizer`` lie on another grid, in place. Every rank calls it, between two steps.
 

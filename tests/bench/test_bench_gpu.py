@@ -86,10 +86,10 @@ def test_walks_through_without_a_gpu(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
     verdicts = [line["note"] for line in lines if "verdict" in line]
     assert "all results right: True" in verdicts and "tuned, of torch (goal: at least 1): not measured" in verdicts
-    assert sum(verdict.endswith("not measured") for verdict in verdicts) == 2 + 11 + 4 + 3 * 3 * 2 * 3, (
+    assert sum(verdict.endswith("not measured") for verdict in verdicts) == 2 + 11 + 4 + 3 * 3 * 2 * 3 + 1, (
         "trials of Hopper's kernel, the number of GPT shapes; errors, Triton, Gluon, added, tuned; fp8; "
         "shares x operations x shapes, hidden by "
-        "launches and as a graph, and against serial"
+        "launches and as a graph, and against serial; Gluon at flags"
     )
     checks = [line for line in lines if "check" in line]
     assert len(checks) == 3 * 3 * (3 * 2 + 3) + 3 * 2 * 4 + 1 + 3 * 2 * 2 * 2, (

@@ -102,3 +102,33 @@ def test_dtensors_are_refused_before_anything_is_written(tmp_path: Path) -> None
         "checkpoint: 'weight' is a DTensor and cannot be saved; use torch.distributed.checkpoint"
     )
     assert not (tmp_path / "a").exists()
+
+
+def in_inference_mode(grid: str, folder: str) -> None:
+    """A model that is split, and loaded, in inference mode is trained. Oracle: the same outside of it, to the bit."""
+    comms, results = axo.connect(grid), []
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(axo.shard_batch(torch.ones(4, 8), comms)).square().mean().backward()
+        optimizer.step()
+
+    for mode in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        with torch.inference_mode(mode):
+            axo.parallelize(model, comms, plan="auto")
+        optimizer = torch.optim.AdamW(model.parameters())
+        if not mode:
+            step(model, optimizer)
+            save(folder, model, optimizer)
+        with torch.inference_mode(mode):
+            load(folder, model, optimizer)
+        step(model, optimizer)
+        results.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1"])
+def test_what_is_split_or_loaded_in_inference_mode_is_trained(tmp_path: Path, grid: str) -> None:
+    run_ranks(in_inference_mode, 2, grid, str(tmp_path))

@@ -1,9 +1,13 @@
 """Ranks that build or feed different things get an error, all of them, where shards alone would fit each other."""
 
+import time
+import warnings
+
 import pytest
 import torch
 
 import axo
+from axo.comm import agree
 from tests.launcher import rank_outcomes, run_ranks
 
 
@@ -58,3 +62,20 @@ def test_a_mismatch_on_one_axis_reaches_the_ranks_of_the_others():
     assert [outcome.error for outcome in outcomes] == ["Aborted", "Mismatch", "Aborted", "Mismatch"], outcomes
     for outcome in outcomes:
         assert "float32[32]" in outcome.message and "float32[40]" in outcome.message, outcome.message
+
+
+def come_late():
+    comms = axo.connect("2x1x1x1")
+    layer = axo.nn.Linear(8, 16, comms=comms)
+    agree._PATIENCE = 0.1
+    time.sleep(comms.rank)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        layer.state_dict()
+    return [str(each.message) for each in told]
+
+
+def test_a_rank_that_waits_long_says_in_which_call():
+    """The others may wait for it elsewhere, until their time limit, which is 30 minutes."""
+    first, _ = run_ranks(come_late, 2)
+    assert first == ["axo: rank 0 waits in model.state_dict() for others; every rank must call it"]

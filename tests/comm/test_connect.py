@@ -90,12 +90,16 @@ def counted():
     assert outer.total().calls == 5, "counting goes on after its block"
 
 
-def blocked_time():
+def blocked_time(waits):
+    """Rank 0 sleeps half a second from when the other one is about to wait."""
     comms = axo.connect("2x1x1x1")
     comms.x.barrier()
     before = comms.blocked_seconds["x"]
-    if comms.rank == 0:
-        time.sleep(0.5)
+    if comms.rank == 1:
+        waits.touch()
+    while not waits.exists():
+        time.sleep(0.01)
+    time.sleep(0.5 * (comms.rank == 0))
     comms.x.all_reduce(torch.ones(1))
     return comms.blocked_seconds["x"] - before, sorted(comms.blocked_seconds)
 
@@ -152,19 +156,20 @@ def lose_a_peer(how, pending):
 def one_never_comes():
     if os.environ["RANK"] == "1":
         os._exit(3)
-    axo.connect("3x1x1x1", timeout=3)
+    axo.connect("3x1x1x1", timeout=5)
 
 
-def times_out():
-    comm = axo.connect("2x1x1x1", timeout=2).x
+def times_out(over):
+    comm = axo.connect("2x1x1x1").x
+    comm.set_timeout(1)
     if comm.rank == 1:
-        time.sleep(6)
+        while not over.exists():
+            time.sleep(0.01)
         return None
-    try:
+    with pytest.raises(axo.Timeout) as caught:
         comm.all_reduce(torch.ones(3))
-    except axo.Timeout as error:
-        return str(error)
-    raise AssertionError("no Timeout")
+    over.touch()
+    return str(caught.value)
 
 
 def aborts():
@@ -281,10 +286,10 @@ def test_counts_are_calls_elements_and_bytes():
     run_ranks(counted, 4)
 
 
-def test_blocked_seconds_of_the_rank_that_waits():
-    (busy, axes), (waiting, _) = run_ranks(blocked_time, 2)
+def test_blocked_seconds_of_the_rank_that_waits(tmp_path):
+    (busy, axes), (waiting, _) = run_ranks(blocked_time, 2, tmp_path / "waits")
     assert axes == ["data", "world", "x", "y", "z"]
-    assert waiting >= 0.4 > 0 <= busy  # it slept 0.5 s, and the waiting rank came at most 0.1 s late
+    assert waiting >= 0.1 and busy >= 0  # it slept 0.5 s: what a busy machine takes from that is no time of waiting
 
 
 def test_a_grid_of_another_size_is_one_error_on_every_rank():
@@ -332,11 +337,11 @@ def test_a_rank_that_dies_at_start_up_is_an_error_for_the_others():
     assert outcomes[1].exit_code == 3
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error == "Timeout" and "ranks [1] have not come" in outcome.message, outcome.describe()
-        assert outcome.seconds < 3 + NOTICED_S
+        assert outcome.seconds < 5 + NOTICED_S
 
 
-def test_an_operation_that_takes_too_long_says_who_is_missing():
-    message = run_ranks(times_out, 2)[0]
+def test_an_operation_that_takes_too_long_says_who_is_missing(tmp_path):
+    message = run_ranks(times_out, 2, tmp_path / "over")[0]
     assert "all_reduce" in message and "1" in message
 
 
@@ -397,17 +402,27 @@ except axo.Error as error:
 """
 
 
+# Rank 1 ends when the others have written what they were told, or torchrun would end them before.
+ENDING_LAST = """
+import atexit, glob, os, sys, time
+def wait_for_the_others():
+    end = time.monotonic() + 30
+    while sum(os.path.getsize(told) > 0 for told in glob.glob(sys.argv[1] + "*")) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+if os.environ["RANK"] == "1":
+    atexit.register(wait_for_the_others)
+"""
+
+
 @pytest.mark.parametrize("block", [False, True], ids=["at exit", "with"])
 def test_peers_and_torchrun_are_told_what_a_rank_raised(block, tmp_path):
     program = tmp_path / "program.py"
     lines = RAISING_PROGRAM.strip().splitlines()
     if block:
-        # Rank 1 takes its time to end after it has told: the others must not end before.
-        slow = 'import atexit, os, time; os.environ["RANK"] == "1" and atexit.register(time.sleep, 0.4)'
-        lines = [slow, lines[0], 'with axo.connect("3x1x1x1") as comms:', *("    " + line for line in lines[2:])]
+        lines = [lines[0], 'with axo.connect("3x1x1x1") as comms:', *("    " + line for line in lines[2:])]
     else:
         lines.insert(1, 'assert torch.distributed.is_backend_available("axo") and "axo._C" not in sys.modules')
-    program.write_text("\n".join(lines))
+    program.write_text("\n".join([ENDING_LAST, *lines]))
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=3")
     prepare = fork_the_ranks_of_torchrun if block else None
     command = Command(*torchrun, str(program), f"{tmp_path}/told", prepare=prepare)

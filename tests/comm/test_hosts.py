@@ -207,18 +207,23 @@ def test_a_death_inside_a_host_is_told_to_all_hosts():
         assert "rank 3 (host host1) died" in outcome.message
 
 
-def come_late(timeout):
-    comms = axo.connect("4x1x1x1", timeout=timeout)
+def come_late(folder):
+    comms = axo.connect("4x1x1x1")
+    comms.world.set_timeout(3)  # in which the others have come on a busy machine, too
     if comms.rank == 1:
-        time.sleep(4 * timeout)
+        while len(os.listdir(folder)) < 3:
+            time.sleep(0.01)
         with pytest.raises(axo.Error):
             comms.world.all_reduce(torch.ones(1))
         return
-    comms.world.all_reduce(torch.ones(1))
+    try:
+        comms.world.all_reduce(torch.ones(1))
+    finally:
+        open(f"{folder}/{comms.rank}", "w").close()
 
 
-def test_a_time_limit_says_who_has_not_arrived():
-    outcomes = rank_outcomes(come_late, 4, 1.0, hosts=PAIRS)
+def test_a_time_limit_says_who_has_not_arrived(tmp_path):
+    outcomes = rank_outcomes(come_late, 4, tmp_path, hosts=PAIRS)
     for rank in (0, 2, 3):
         assert outcomes[rank].error == "Timeout", outcomes[rank].describe()
         assert "arrived: 0, 2, 3; not arrived: rank 1 (host host0)" in outcomes[rank].message
@@ -399,8 +404,9 @@ def limited(count, rounds):
 
 def test_a_limited_link_takes_at_least_its_time():
     # Two hosts: 2 (H - 1) / H = 1, so 4e5 bytes leave each host. Only the lower bound does not depend on the machine.
+    # A rank that a busy machine holds up before it begins sees less of it, the first one sees all.
     seconds = run_ranks(limited, 4, 100_000, 2, hosts={**PAIRS, "rate": 2e6})
-    assert min(seconds) >= 0.95 * 4e5 / 2e6
+    assert max(seconds) >= 0.95 * 4e5 / 2e6
 
 
 def forked_child():

@@ -11,6 +11,7 @@ import random
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -228,6 +229,39 @@ def test_an_impostor_is_refused_by_name_within_a_second():
         assert f"rank {1 - rank} does not prove that it knows this rank's secret" in text, text
         assert at - last < 1 + BUSY_S, ends
     print(f"\nrefused {max(at for _, at, _ in ends) - last:.3f} s after the last one came")
+
+
+HELD = """
+import socket, sys
+address, count = sys.argv[1], int(sys.argv[2])
+held = []
+for _ in range(count):
+    try:
+        held.append(socket.create_connection((address, 29400), 2))
+    except ConnectionRefusedError:
+        pass
+print(len(held))
+"""
+
+
+def test_strangers_who_hold_connections_cost_a_run_no_descriptor(tmp_path):
+    """They used to take all 256 of rank 0, which ended when it opened its text."""
+    (tmp_path / "text.txt").write_text("Words of a text. " * 1000)
+    out, axo = tmp_path / "out", Path(sys.executable).parent / "axo"
+    command = [axo, "train", "--grid", "2x1x1x1", "--data", tmp_path / "text.txt", "--out", out, "--steps", "200"]
+    command += ["--batch-size", "4", "--seq-len", "32", "--save-every", "100"]
+    with Hosts(3) as hosts:
+        other = hosts.pop()
+        limited = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *map(str, command)]
+        ranks = hosts.start(limited, 1, AXO_SECRET="s" * 32)
+        end = time.monotonic() + START_S
+        while not (out / "log.jsonl").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        strangers = other.command(*python(HELD, hosts[0].address, 1000))
+        held = subprocess.run(strangers, check=True, capture_output=True, text=True).stdout
+        assert ranks[0].poll() is None, hosts.output(0)
+        assert hosts.wait(ranks, START_S) == [0, 0], [hosts.output(rank) for rank in range(2)]
+    assert held == "0\n"
 
 
 def test_an_interface_that_one_host_lacks_is_an_error_of_all():

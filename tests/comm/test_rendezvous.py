@@ -63,9 +63,13 @@ def test_a_rank_that_was_killed_early_does_not_count(store):
         views = start(store)
         assert not any(view.check(["address"]) for view in views)
     with ThreadPoolExecutor(1) as pool:
-        leader = pool.submit(store_of_this_start, store, 0, RANKS, 0.3)
-        store_of_this_start(store, 2, RANKS, 20)  # comes to a rank 0 that then gives up
-        assert isinstance(leader.exception(), Timeout)
+        word = store.get("axo/hello/2")
+        follower = pool.submit(store_of_this_start, store, 2, RANKS, 20)  # comes to a rank 0 that then gives up
+        while store.get("axo/hello/2") == word:
+            time.sleep(0.001)
+        with pytest.raises(Timeout):
+            store_of_this_start(store, 0, RANKS, 0.3)
+        follower.result()
     views = start(store)
     views[2].set("new", b"1")
     assert all(view.check(["new"]) for view in views)
@@ -73,9 +77,9 @@ def test_a_rank_that_was_killed_early_does_not_count(store):
 
 def test_who_does_not_come_is_named(store):
     with ThreadPoolExecutor(2) as pool:
-        leader = pool.submit(store_of_this_start, store, 0, 3, 0.3)
-        pool.submit(store_of_this_start, store, 1, 3, 0.3)
-        with pytest.raises(Timeout, match=r"rank 0 of 3\): ranks \[2\] have not come within 0.3 s"):
+        pool.submit(store_of_this_start, store, 1, 3, 20)
+        leader = pool.submit(store_of_this_start, store, 0, 3, 2)
+        with pytest.raises(Timeout, match=r"rank 0 of 3\): ranks \[2\] have not come within 2 s"):
             leader.result()
     with pytest.raises(Timeout, match=r"rank 1 of 3\): rank 0 has not come within 0.2 s"):
         store_of_this_start(store, 1, 3, 0.2)
@@ -129,7 +133,7 @@ def replace_in_rank_1(where, action):
         setattr(place, name, action)
 
 
-def one_stalls(where, folder, first, short=5, long=8):
+def one_stalls(where, folder, first, short=5, long=20):
     """Rank 1 comes to no meeting after the first of connect; of the others the time of ``first`` ends first."""
 
     def stall(*_):
@@ -157,7 +161,7 @@ def test_the_meeting_timeout_bounds_every_meeting(where, first, tmp_path):
         message, seconds = outcome.value
         assert seconds < 25, message  # it was the 600 s of an operation
         if outcome.rank != first:
-            assert seconds < 8 or where == "gather", message  # it heard of the other one
+            assert seconds < 20, message  # it heard of the other one
         words = r"ranks \[1\]|not arrived: 1\b|rank 1 has not come"
         assert outcome.rank == 2 or re.search(words, message), message
     if first == 2 and where == "core":
@@ -347,7 +351,7 @@ def port_of_nobody():
         (
             {"RANK": "0"},
             Timeout,
-            r"0 of 2\): not all ranks reached the store at 127.0.0.1:\d+ within (1|0.9\d*) s",
+            r"0 of 2\): not all ranks reached the store at 127.0.0.1:\d+ within 1 s",
         ),
     ],
 )

@@ -339,6 +339,7 @@ def read(grid):
     """Rows that this rank gets of loaders that a program has cut by rank, and what is refused."""
     import lightning as L
     from lightning.fabric.utilities.throughput import ThroughputMonitor
+    from torchmetrics import SumMetric
 
     from axo.integrations.fabric.strategy import AxoStrategy
 
@@ -366,7 +367,10 @@ def read(grid):
             fabric.setup_dataloaders(own, use_distributed_sampler=False)
         except axo.Refused as error:
             refused = f"{refused or ''} {error}"
-    return rows, refused, ThroughputMonitor(fabric).world_size, numbers_of(fabric, "Fabric")
+    metric = SumMetric(process_group=torch.distributed.new_group())  # of all ranks too
+    metric.update(1)
+    counted = {ThroughputMonitor(fabric).world_size, int(metric.compute())}
+    return rows, refused, counted, numbers_of(fabric, "Fabric")
 
 
 @pytest.mark.parametrize("grid", ["2x1x2x1", *(pytest.param(grid, marks=pytest.mark.soak) for grid in GRIDS)])
@@ -379,9 +383,9 @@ def test_data_that_a_program_has_cut_by_rank_is_cut_by_data_rank(grid):
         parts = [rows[index] for rows, *_ in ranks]
         assert all(parts[rank] == parts[rank // peers * peers] for rank in range(count)) or grid == "1x1x1x2"
         assert sorted(itertools.chain.from_iterable(parts[::peers])) == list(range(8))
-    for rank, (_, refused, devices, numbers) in enumerate(ranks):
+    for rank, (_, refused, counted, numbers) in enumerate(ranks):
         check_numbers(numbers, rank, grid)
-        assert (peers == 1) == (refused is None) and devices == parts_of(grid)
+        assert (peers == 1) == (refused is None) and counted == {parts_of(grid)}
         assert refused is None or ("Parts has part" in refused and f"Pieces has part {rank} of {count}" in refused)
 
 
@@ -466,6 +470,36 @@ def test_hugging_faces_numbers_are_those_of_one_device(grid, tmp_path):
         assert values["a bare state's share"]
         check_numbers(values["numbers"], rank, grid)
     assert union([share for _, share in ranks], grid) == everything
+
+
+def draw_under_own_seeds(grid):
+    """Rows of accelerate's loaders, and of Fabric's in order, where each process has a seed of its own."""
+    from accelerate import Accelerator
+
+    from axo.integrations.fabric.loader import split_in_order
+    from axo.integrations.hugging_face import on_grid
+
+    accelerator, data = on_grid(Accelerator(cpu=True), grid), TensorDataset(torch.arange(16))
+    comms = accelerator._axo_comms
+    torch.manual_seed(accelerator.state.process_index)
+
+    def weighted():
+        return torch.utils.data.WeightedRandomSampler(torch.ones(16), 16, replacement=False)
+
+    loaders = [
+        ready(DataLoader(data, 2, **order))
+        for ready in (accelerator.prepare, lambda loader: split_in_order(loader, comms))
+        for order in ({"shuffle": True}, {"sampler": weighted()})
+    ]
+    return [torch.cat([batch for (batch,) in loader]).tolist() for loader in loaders]
+
+
+@pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1"])
+def test_peers_with_seeds_of_their_own_draw_the_same_order(grid):
+    one, other = run_ranks(draw_under_own_seeds, 2, grid, preload=("accelerate", "lightning.fabric"))
+    for rows, others in zip(one, other, strict=True):
+        whole = rows if parts_of(grid) == 1 else rows + others
+        assert sorted(whole) == list(range(16)) and (rows == others) == (parts_of(grid) == 1)
 
 
 def mask(rows):

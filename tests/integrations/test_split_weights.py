@@ -228,8 +228,18 @@ def test_what_comes_after_the_split_is_refused():
         assert "LlamaAttention.q_proj: Sequential has a parameter '1.weight'" in said[2]
 
 
-def save_alone(grid):
+def save_alone(grid, what, folder):
     """Rank 0 calls what all must call."""
+    if what == "fabric.save()":
+        from lightning import Fabric
+
+        fabric = Fabric(accelerator="cpu", strategy=axo.AxoStrategy(grid, plan="auto"))
+        fabric.launch()
+        model = fabric.setup(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)))
+        if fabric.is_global_zero:
+            fabric.save(folder / "model", {"model": model})
+        fabric.barrier()
+        return
     from accelerate import Accelerator
 
     from axo.integrations.hugging_face import on_grid
@@ -238,14 +248,22 @@ def save_alone(grid):
     accelerator = on_grid(Accelerator(cpu=True), grid)
     model = accelerator.prepare(model_of())
     if accelerator.is_main_process:
-        model.state_dict()
+        {
+            "model.state_dict()": model.state_dict,
+            "layer.full_weight()": model.model.layers[0].self_attn.q_proj.full_weight,
+            "accelerator.save_state()": lambda: accelerator.save_state(folder / "state"),
+        }[what]()
     accelerator.wait_for_everyone()
 
 
+@pytest.mark.parametrize(
+    "what", ["model.state_dict()", "layer.full_weight()", "accelerator.save_state()", "fabric.save()"]
+)
 @pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1"])
-def test_a_save_of_rank_0_alone_is_an_error_on_all_ranks(grid):
+def test_a_save_of_rank_0_alone_is_an_error_on_all_ranks(grid, what, tmp_path):
     """Without waiting for a time limit, which is 30 minutes."""
-    outcomes = rank_outcomes(save_alone, 2, grid, preload=TRANSFORMERS[1:])
+    preload = ("lightning.fabric",) if what == "fabric.save()" else TRANSFORMERS[1:]
+    outcomes = rank_outcomes(save_alone, 2, grid, what, tmp_path, env=ELASTIC, preload=preload)
     for outcome in outcomes:
-        assert outcome.error in ("Mismatch", "Aborted"), outcome.describe()
-    assert any("rank 0 called model.state_dict() and others did not" in outcome.message for outcome in outcomes)
+        assert outcome.error in ("Mismatch", "Aborted", "PeerLost"), outcome.describe()
+    assert any(f"rank 0 called {what} and others did not" in outcome.message for outcome in outcomes)

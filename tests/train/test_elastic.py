@@ -25,7 +25,7 @@ from axo.checkpoint.ranks import pending
 from axo.grid import Grid
 from axo.launch import RankFailed
 from axo.train import TrainConfig, auto, elastic, loop, runner
-from axo.train.check import check_grid, check_machine, copy_bytes
+from axo.train.check import check_grid, check_machine, check_step, copy_bytes
 from tests.launcher import Command, rank_outcomes, run_ranks
 from tests.train.test_resume import losses_of
 from tests.train.test_train import small, text
@@ -42,10 +42,16 @@ def have_events() -> None:
     full    copies from this step on find no room
     term    the launcher gets SIGTERM when it has no ranks, after this rank has died
     ends    as ranks, and before the copy for it is complete SIGTERM comes
+    late    as ranks, and when that is agreed on SIGTERM comes to rank 1 alone
     """
     step, begin, events = loop.Trainer.step, elastic.StateCopies.begin, json.loads(os.environ["EVENTS"])
     folder, begun, write = Path(os.environ["EVENTS_AT"]), set(), storage.write
-    requested = elastic.requested_run
+    requested, resize = elastic.requested_run, runner.Checkpoints._copy_or_resize
+
+    def resizes(self: runner.Checkpoints, *arguments: Any) -> None:
+        resize(self, *arguments)
+        if self.resizes and os.environ["RANK"] == "1" and any(what == "late" for _, what, _, _ in events):
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def steps(self: loop.Trainer, index: int) -> Any:
         past = (folder / "events").read_text().count("\n") if (folder / "events").exists() else 0
@@ -57,7 +63,7 @@ def have_events() -> None:
                 begun.add(past)
                 if index % COPY_EVERY:
                     pending.save.finish()  # the copy before this step is complete
-                if what in ("ranks", "ends"):
+                if what in ("ranks", "ends", "late"):
                     Path(self.config.out, "ranks").write_text(f"{number}\n")
                 threading.Timer(seconds, happens, (what if dies else "none", index)).start()
         return step(self, index)
@@ -88,7 +94,7 @@ def have_events() -> None:
         return write(path, values)
 
     loop.Trainer.step, elastic.StateCopies.begin = steps, begins  # type: ignore[method-assign]
-    storage.write, elastic.requested_run = writes, requests
+    storage.write, elastic.requested_run, runner.Checkpoints._copy_or_resize = writes, requests, resizes  # type: ignore
 
 
 Event = tuple[int, str, int, float]
@@ -219,24 +225,33 @@ def test_a_signal_between_two_worlds_keeps_the_newest_copy_as_a_checkpoint(text:
     assert of_kind(log, "step", "step") == list(range(9)) and of_kind(log, "header", "start")[-1] == 3
 
 
-def test_a_lack_of_memory_that_comes_again_ends_the_run(text: str, tmp_path: Path, monkeypatch: Any) -> None:
-    config, killed = small(text, grid=Grid(1, 1, 4, 1), elastic="1:4"), [7]
+def launches_of(config: TrainConfig, copies: elastic.StateCopies) -> elastic.Launches:
+    launches = elastic.Launches(copies, None)
+    assert launches.go_on() and launches.config == config
+    return launches
+
+
+def test_a_lack_of_memory_that_comes_again_ends_the_run(
+    text: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    config, killed = small(text, grid=Grid(1, 1, 4, 1), batch_size=12, elastic="1:4"), [7]
     monkeypatch.setattr(elastic, "_killed_for_memory", lambda: killed[0])
-    copies = elastic.StateCopies(str(tmp_path), config, partial(elastic.nearest, config))
+    launches = launches_of(config, elastic.StateCopies(str(tmp_path), config, partial(elastic.nearest, config)))
     killed[0] += 1  # elsewhere: this rank crashed
     crashed = RankFailed("rank 1 was killed by SIGSEGV", rank=1, lost=True, signal=signal.SIGSEGV)
-    assert elastic.after_a_death(config, copies, crashed)[1] == str(crashed)
+    launches.have_failed(crashed)
+    assert launches.go_on() and launches.config.ranks == 3
+    assert f"axo train: {crashed}; goes on with 3 ranks" in capsys.readouterr().out
+    killed[0] += 1
     died = RankFailed("rank 1 was killed by SIGKILL", rank=1, lost=True, signal=signal.SIGKILL)
-    config, why = elastic.after_a_death(config, copies, died)
-    assert config.ranks == 2 and why == str(died)  # three do not divide the rows
+    launches.have_failed(died)
+    assert launches.go_on() and launches.config.ranks == 2
+    assert f"{died}; memory was short, and the system has killed a process; goes on" in capsys.readouterr().out
     killed[0] += 1
-    with_memory = elastic.after_a_death(small(text, grid=Grid(1, 1, 4, 1), elastic="1:4"), copies, died)
-    assert (
-        with_memory[0].ranks == 2 and with_memory[1] == f"{died}; memory was short, and the system has killed a process"
-    )
-    killed[0] += 1
-    with pytest.raises(RankFailed, match=r"memory was short.*; elastic=1:4 ends here: that was so before"):
-        elastic.after_a_death(config, copies, died)
+    launches.have_failed(died)
+    with pytest.raises(RankFailed, match=r"memory was short.*; elastic=1:4 ends here: that was so before") as caught:
+        launches.go_on()
+    assert caught.value.lost and caught.value.rank == 1
 
 
 def test_memory_is_that_of_the_runs_control_group_where_it_says(tmp_path: Path) -> None:
@@ -304,19 +319,27 @@ def test_a_signal_while_the_copy_for_other_ranks_is_completed_ends_the_run(text:
     assert latest(tmp_path / "out" / "checkpoints") == tmp_path / "out" / "checkpoints" / "step-00000007"
 
 
+def test_a_signal_to_one_rank_as_ranks_end_for_others_is_obeyed(text: str, tmp_path: Path) -> None:
+    code, output, _ = train(text, tmp_path, 12, [(4, "late", 2, 0.0)], "--save-every", "100", serial=False)
+    kept = tmp_path / "out" / "checkpoints" / "step-00000006"
+    assert code == 128 + signal.SIGTERM and f"the newest copy is kept as {kept}, of step 6" in output, output
+
+
 def test_a_run_whose_grid_is_the_planners_has_the_planners_grid_on_fewer_ranks(tmp_path: Path) -> None:
     given = frozenset({"pipeline"})
     config = TrainConfig(model="pythia-1b", batch_size=64, seq_len=512, elastic="2:8", out=str(tmp_path))
     on_ranks = partial(auto.planned, config, "perlmutter", given)
     copies = elastic.StateCopies(str(tmp_path), on_ranks(8), on_ranks)
-    smaller, _ = elastic.after_a_death(copies.original, copies, RankFailed("rank 1 was killed", rank=1, lost=True))
-    assert smaller.ranks < 8 and smaller == auto.chosen(config, None, smaller.ranks, "perlmutter", given)[0]
+    launches = launches_of(copies.original, copies)
+    launches.have_failed(RankFailed("rank 1 was killed", rank=1, lost=True))
+    assert launches.go_on() and launches.config.ranks < 8
+    assert launches.config == auto.chosen(config, None, launches.config.ranks, "perlmutter", given)[0]
 
 
 def test_a_death_below_the_least_number_of_ranks_ends_the_run(text: str, tmp_path: Path) -> None:
     code, output, _ = train(text, tmp_path, 12, [(4, "kill", 1, 0.0)], "--elastic", "4:4")
     assert code == 1 and "rank 1 was killed by SIGKILL" in output, output
-    assert "elastic=4:4 ends here: there are 4 ranks, and MIN is 4" in output.replace("\n", " ")
+    assert "elastic=4:4 ends here: 3 ranks are left, and MIN is 4" in output.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -326,12 +349,16 @@ def test_a_death_below_the_least_number_of_ranks_ends_the_run(text: str, tmp_pat
         ({"elastic": "4:2"}, "is not MIN:MAX"),
         ({"elastic": "0:4"}, "is not MIN:MAX"),
         ({"elastic": "2:8"}, r"elastic=2:8: grid 2x1x2x1 has 4 ranks, not 8"),
+        ({"hosts": "a,b"}, "hosts=a,b is of --elastic MIN:MAX; say that too"),
+        ({"elastic": "2:4", "hosts": "a,b,c"}, r"elastic=2:4: 4 ranks do not divide over 3 hosts"),
+        ({"elastic": "2:4", "hosts": "a,,c"}, r"hosts='a,,c' is not HOST"),
         ({"elastic": "3:4"}, r"no grid of 3 to 3 ranks fits \(.* divide.*; use a smaller MIN, or another batch-size"),
     ],
 )
 def test_what_elastic_cannot_be(text: str, options: dict[str, Any], message: str) -> None:
     config = small(text, grid=Grid(2, 1, 2, 1), **options)
     with pytest.raises(ValueError, match=message):
+        check_step(config)
         elastic.check(config, partial(elastic.nearest, config))
 
 
@@ -355,7 +382,10 @@ def test_memory_for_the_copies_is_checked_alone_and_beside_the_ranks_own(text: s
 
 def test_ranks_of_torchrun_are_refused(text: str) -> None:
     for outcome in rank_outcomes(losses_of, 2, small(text, grid=Grid(2), elastic="1:2")):
-        assert outcome.error == "ValueError" and "elastic=1:2 starts its own ranks, on one host" in outcome.message
+        assert (
+            outcome.error == "ValueError"
+            and "elastic=1:2 starts its own ranks; leave torchrun or srun out" in outcome.message
+        )
 
 
 def test_a_run_goes_on_from_what_is_newer_its_copy_or_its_checkpoint(text: str, tmp_path: Path) -> None:
@@ -363,13 +393,19 @@ def test_a_run_goes_on_from_what_is_newer_its_copy_or_its_checkpoint(text: str, 
     run_ranks(losses_of_own, 2, config)
     saved = tmp_path / "out" / "checkpoints"
     copies = elastic.StateCopies(str(tmp_path / "copies"), config, partial(elastic.nearest, config))
-    error = RankFailed("rank 1 was killed", rank=1, lost=True)
-    assert elastic.after_a_death(config, copies, error)[0].resume is None
+
+    def resumed() -> TrainConfig:
+        launches = elastic.Launches(copies, None)
+        launches.go_on()
+        launches.have_failed(RankFailed("rank 1 was killed", rank=1, lost=True))
+        launches.go_on()
+        return launches.config
+
+    assert resumed().resume is None
     shutil.copytree(saved / "step-00000002", tmp_path / "copies" / "step-00000002")
-    again, _ = elastic.after_a_death(config, copies, error)
-    assert (again.grid, again.resume) == (Grid(), str(saved / "step-00000004"))
+    assert ((again := resumed()).grid, again.resume) == (Grid(), str(saved / "step-00000004"))
     shutil.move(saved / "step-00000004", tmp_path / "copies")
-    assert elastic.after_a_death(config, copies, error)[0].resume == str(tmp_path / "copies" / "step-00000004")
+    assert resumed().resume == str(tmp_path / "copies" / "step-00000004")
 
 
 def losses_of_own(config: Any) -> list[float]:

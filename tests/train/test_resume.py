@@ -110,7 +110,7 @@ def go_on_with_a_full_disk(config: TrainConfig) -> list[str]:
     said = []
     for start, out in ((2, config.out), (0, f"{config.out}/new")):
         try:
-            TrainLog(dataclasses.replace(config, out=out), model, 1, "none", start=start)
+            TrainLog(dataclasses.replace(config, out=out), model, 1, "none", ["a"], start=start)
         except OSError as error:
             said.append(f"{error.filename}: {error.strerror}")
     return said

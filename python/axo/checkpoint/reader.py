@@ -48,6 +48,7 @@ class Loaded:
     grid: str | None = None
 
 
+@torch.inference_mode(False)  # what it makes of an optimizer's state is to be changed
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -39,6 +39,7 @@ class Run:
         checkpoints: Where its checkpoints lie; None: in ``folder``.
         resume: Go on with the run whose folder it is (or start one, where there is none).
         overwrite: Start again, and remove the checkpoints that earlier runs left.
+        identity: Whose folder it is, where that may have been lost with a host; None: the folder says it.
 
     Raises:
         ValueError: Another process holds the folder (names it), or, for a new run, it holds another's checkpoints; on
@@ -57,8 +58,9 @@ class Run:
         checkpoints: str | os.PathLike[str] | None = None,
         resume: bool = False,
         overwrite: bool = False,
+        identity: str | None = None,
     ) -> None:
-        self._lock, self._folder, self._comms = -1, folder, comms
+        self._lock, self._folder, self._comms, self._known_as = -1, folder, comms, identity
         self._holder = os.getpid()
         group = checkpoint_group(comms)
 
@@ -129,6 +131,8 @@ class Run:
         folders.make_folder(folder)
         self._hold(folder)
         identity, earlier = _identity(folder), folders.complete(checkpoints)
+        if self._known_as is not None and identity != self._known_as:
+            return _identify(folder, self._known_as)
         if resume and (identity or earlier):
             return identity or folders.run_of(earlier[-1]) or _identify(folder)
         if earlier and not overwrite:

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 from axo.checkpoint import folder as folders
 from axo.checkpoint import metadata, state, storage
 from axo.checkpoint.boxes import Box, Parts, assign
+from axo.checkpoint.mirrors import Mirrors
 from axo.checkpoint.ranks import Save, checkpoint_group, number_of, on_all_ranks, pending, rank_in, share
 from axo.comm.connect import Communicators
 from axo.comm.extension import _C
@@ -66,6 +67,7 @@ def save(
     run: str | None = None,
     async_: bool = False,
     comms: Communicators | None = None,
+    mirrors: Mirrors | None = None,
 ) -> Save:
     """Write a checkpoint ``folder/step-NNNNNNNN``. Every rank calls it with the same arguments.
 
@@ -80,6 +82,7 @@ def save(
         run: Identity of the run (``axo.checkpoint.Run.id``); what other runs saved is neither replaced nor removed.
         async_: Copy to host memory, return, and write while training goes on. The next save waits for it.
         comms: What ``axo.connect`` returned; needed only for a model without parallel layers on several ranks.
+        mirrors: The folder is one in each host's memory, and each host keeps another's files, too; None: see above.
 
     Returns:
         A handle; ``wait()`` blocks until the checkpoint is complete. Without ``async_`` it is complete already.
@@ -95,7 +98,7 @@ def save(
     comms = comms if comms is not None else state.communicators(model)
     group, of_first = checkpoint_group(comms), isinstance(extra, OfFirst)
     entries: dict[str, Any] = {}
-    final, part = Path(), None
+    final, part, first = Path(), None, 0 if mirrors is None else mirrors.first
     staged = comms is not None and comms.stages > 1  # a stage may know what another does not
 
     def say(error: ValueError | OSError | RecursionError) -> str:
@@ -121,8 +124,10 @@ def save(
         with on_all_ranks(
             group, (OSError,), lambda e: f"checkpoint: {final.parent} cannot be written to: {e.strerror}"
         ):
-            part = folders.UnfinishedCheckpoint(final, run) if rank_in(group) == 0 else None
-        path = Path(share(group, part and str(part.folder))[0])
+            if mirrors is not None and rank_in(group) == first:
+                mirrors.prune(run)
+            part = folders.UnfinishedCheckpoint(final, run) if rank_in(group) == first else None
+        path = Path(share(group, part and str(part.folder))[first])
         if async_:
             why = "checkpoint: async_=True has no memory for a copy ({}); save without it"
             with on_all_ranks(group, (MemoryError, RuntimeError), lambda e: why.format(state.reason(e))):
@@ -134,9 +139,9 @@ def save(
         raise
     handle = Save(final)
     if not async_:
-        write(entries, path, part, final, step, keep, group)
+        write(entries, path, part, final, step, keep, group, mirrors)
         return handle
-    handle.begin(lambda: write(entries, path, part, final, step, keep, group))
+    handle.begin(lambda: write(entries, path, part, final, step, keep, group, mirrors))
     pending.save = handle  # not earlier: another thread's save waits for it
     if comms is not None:
         comms.before_close(handle.finish)
@@ -230,15 +235,17 @@ def write(
     step: int,
     keep: int | None = None,
     group: dist.ProcessGroup | None = None,
+    mirrors: Mirrors | None = None,
 ) -> None:
     """Write entries into ``path``, which gets the name ``final``: what of a save may run on another thread.
 
-    Every rank of the group runs it; ``part``, which made ``path``, is rank 0's.
+    Every rank of the group runs it; ``part``, which made ``path``, is rank 0's, with mirrors that of each host's first.
 
     Raises:
         CheckpointError: It failed; on every rank.
     """
     rank, problem, interrupt, written = rank_in(group), "", None, []
+    file = f"__{rank}_0.distcp"
     holds: dict[tuple[str, Box | None], int] = {}  # bytes
     for name, value in entries.items():
         tensor = isinstance(value, Parts)
@@ -248,7 +255,7 @@ def write(
         own = [key for key, writer in writers.items() if writer == rank]
         try:
             values = (entries[name] if box is None else entries[name].view(Box(*box)) for name, box in own)
-            for (name, box), extent in zip(own, storage.write(path / f"__{rank}_0.distcp", values), strict=True):
+            for (name, box), extent in zip(own, storage.write(path / file, values), strict=True):
                 whole = None if box is None else (str(entries[name].local.dtype), entries[name].shape)
                 written.append((name, box, whole, extent))
         except BaseException as error:
@@ -256,10 +263,12 @@ def write(
             interrupt = None if isinstance(error, Exception) else error
         told = share(group, (problem, written))
         problems = [problem for problem, _ in told]
+        if mirrors is not None and not any(problems):
+            problems = mirrors.exchange(path, file)
         if part is not None and not any(problems):
             try:
                 part.commit(step, metadata.write(path, _contents(itertools.chain(*(written for _, written in told)))))
-                if keep is not None:
+                if keep is not None and mirrors is None:
                     folders.prune(final, keep, part.run)
             except BaseException as error:  # the others wait to hear of it
                 problem = f"rank {rank}: {str(error) or type(error).__name__}"
@@ -272,6 +281,8 @@ def write(
         raise interrupt
     if any(problems):
         raise CheckpointError(f"checkpoint: {final} was not written: {next(filter(None, problems))}")
+    if mirrors is not None:
+        mirrors.confirm(final)
 
 
 def _contents(written: Iterable[Any]) -> metadata.Contents:

@@ -1,4 +1,7 @@
-"""``axo info``: versions, libraries, what this machine lacks, settings, sums on all axes of a grid; or flight files."""
+"""``axo info``: versions, libraries, what this machine lacks, settings, sums on all axes of a grid.
+
+Or flight files put together, or which rank of a run is slow.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,10 @@ def info(
         str, typer.Option(metavar="XxYxZxDATA", help="Start these local ranks and check each axis.")
     ] = "1x1x1x1",
     flight: Annotated[bool, typer.Option("--flight", help="Put ranks' flight files together instead.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Show which rank of a run is slow instead.")] = False,
     files: Annotated[
-        list[Path] | None, typer.Argument(help="With --flight: axo-flight-PID.jsonl of the ranks.")
+        list[Path] | None,
+        typer.Argument(help="With --flight: axo-flight-PID.jsonl of the ranks. With --live: the folder of a run."),
     ] = None,
 ) -> None:
     """Show versions, libraries and settings, and check that the ranks of a grid can talk; or read flight files."""
@@ -39,6 +44,16 @@ def info(
         if not files:
             raise ValueError("--flight needs files, such as FOLDER/axo-flight-*.jsonl")
         render(files, Console())
+        return
+    if live:
+        from axo.train import slow
+
+        if files is None or len(files) != 1:
+            raise ValueError("--live needs the folder of one run of axo train")
+        header, rows, lines = slow.live(files[0])
+        show_table(f"who waits for whom in {files[0]}", (header, rows))
+        for line in lines:
+            say(line)
         return
     if files:
         raise ValueError(f"{files[0]} is a flight file only with --flight before it")

@@ -105,7 +105,8 @@ def train(
     options["data"] = (*(options["data"] or ()), *(paths or ()))
     options["model_overrides"] = overrides(options["model_overrides"] or ())
     options["grid"] = Grid() if automatic else Grid.parse(options["grid"])
-    config, rank, on_ranks = TrainConfig(**options), Rank.from_environment(), None
+    config, on_ranks = TrainConfig(**options), None
+    rank = None if config.hosts else Rank.from_environment()
     if automatic:
         from axo.train.auto import chosen, planned
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import warnings
 
 import torch
 
@@ -10,6 +12,7 @@ from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
 from axo.errors import Aborted, Error, Mismatch
 
+_PATIENCE = 20.0  # seconds, after which a rank that waits says for what
 _BEFORE_THE_PEERS = 0.9  # of the time limit: they are to hear why, before their own limit ends what they wait for
 
 
@@ -27,7 +30,8 @@ def _that_differ(comm: Communicator, text: str) -> list[int]:
 def all_call(comms: Communicators, what: str) -> None:
     """Wait until all ranks of one data index make the same call ``what``, which ends with its name where some do not.
 
-    Ranks of other data indices hold the same parameters, and need not call.
+    Ranks of other data indices hold the same parameters, and need not call. Where the others wait elsewhere, nothing
+    differs: so a wait that is long says for what.
 
     Raises:
         Error: Of the class of what was found: a rank did something else, nothing in time, or has left.
@@ -39,6 +43,10 @@ def all_call(comms: Communicators, what: str) -> None:
             continue
         limit = line.set_timeout(comms.timeout)
         line.set_timeout(_BEFORE_THE_PEERS * limit)
+        waits = f"axo: rank {comms.rank} waits in {what} for others; every rank must call it"
+        late = threading.Timer(_PATIENCE, warnings.warn, (waits, RuntimeWarning))
+        late.daemon = True
+        late.start()
         try:
             if _that_differ(line, what):
                 raise Mismatch("they met in another place of the program")
@@ -49,4 +57,5 @@ def all_call(comms: Communicators, what: str) -> None:
                 each.abort(reason)
             raise type(error)(f"{reason}: {error}") from None
         finally:
+            late.cancel()
             line.set_timeout(limit)

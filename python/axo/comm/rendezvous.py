@@ -23,6 +23,7 @@ process-id namespace of Linux; a rank of another one, or of another host, can on
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -114,6 +115,28 @@ def launchers_store(rank: int, world_size: int, seconds: float) -> dist.Store:
         f"{who}: not all ranks reached the store at {address}:{port} within {seconds:.3g} s; a rank died at start-up,"
         f" or never came ({why})"
     )
+
+
+def admit_nobody_else() -> None:
+    """Where this process has opened the store at MASTER_PORT, and all ranks are connected to it: end its listening.
+
+    torch listens there as long as a job runs, and every stranger that holds a connection costs it a descriptor. In the
+    place of its socket comes a file on which nothing ever happens; torch closes that one at the end. For commands of
+    Axo's own on CPUs: the process cannot open the store again, nor connect to it once more, as NCCL does when it likes.
+    """
+    port = int(os.environ.get("MASTER_PORT", "0"))
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed by now
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as own:
+                of_network = own.family in (socket.AF_INET, socket.AF_INET6)
+                listens = of_network and own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+                is_store = listens and own.getsockname()[1] == port
+            if is_store:
+                nothing = os.eventfd(0)
+                os.dup2(nothing, int(name), inheritable=False)
+                os.close(nothing)
 
 
 @functools.cache

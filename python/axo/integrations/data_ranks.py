@@ -102,9 +102,7 @@ def sync_metrics(comms: Communicators) -> None:
 
     def gather_of_data_ranks(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         parts = gather_all_tensors(result, group)
-        if group not in (None, torch.distributed.group.WORLD) or len(parts) < comms.grid.world_size:
-            return parts
-        return [parts[rank] for rank in firsts]
+        return parts if len(parts) < comms.grid.world_size else [parts[rank] for rank in firsts]
 
     metric.gather_all_tensors = gather_of_data_ranks
 
@@ -177,6 +175,17 @@ def cut_for_data_ranks(loader: Any, comms: Communicators) -> None:
             each.dataset, comms.row_parts, comms.row_part, each.shuffle, each.seed, each.drop_last
         )
         each.set_epoch(epoch)
+
+
+def in_one_order(sampler: Any, comms: Communicators) -> Any:
+    """``sampler``; one that would draw from this rank's generator gets another, which all ranks have alike.
+
+    Every rank must call it.
+    """
+    if getattr(sampler, "generator", sampler) is None:
+        seed = torch.randint(1 << 62, (1,), dtype=torch.int64).to(comms.device)  # no order is given: rank 0's
+        sampler.generator = torch.Generator().manual_seed(int(comms.everyone.broadcast(seed, root=0)))
+    return sampler
 
 
 def _numbers(source: Any) -> dict[str, int]:

@@ -47,7 +47,7 @@ from torch import nn
 
 import axo
 from axo.checkpoint.ranks import checkpoint_group, share
-from axo.comm.agree import all_call
+from axo.comm.agree import all_call, ranks_that_differ
 from axo.comm.connect import Communicators
 from axo.grid import Grid
 from axo.integrations import data_ranks
@@ -205,6 +205,8 @@ class GridAccelerator(Accelerator):
         seeds = getattr(data_loader, "worker_init_fn", None)
         if isinstance(seeds, partial) and "rank" in seeds.keywords:  # the Trainer's: peers draw the same numbers
             data_loader.worker_init_fn = partial(seeds, rank=self.process_index)
+        if ranks_that_differ(self._axo_comms, str(torch.get_rng_state().tolist())):  # by set_seed(device_specific=True)
+            data_ranks.in_one_order(data_loader.sampler, self._axo_comms)
         prepared = super().prepare_data_loader(data_loader, *args, **options)
         if isinstance(prepared, DataLoaderDispatcher):
             prepared.state = _DataRanks(prepared.state, self._axo_comms)
@@ -235,6 +237,7 @@ class GridAccelerator(Accelerator):
     def _one(self, what: str, folder: Any, options: Any) -> tuple[nn.Module, Any]:
         if folder is None or options or len(self._models) != 1 or len(self._optimizers) > 1:
             raise axo.Refused(f"{what}: on a grid it takes a folder, and is of one model and one optimizer at most")
+        all_call(self._axo_comms, f"accelerator.{what}()")
         optimizer = self._optimizers[0].optimizer if self._optimizers else None
         return self.unwrap_model(self._models[0]), optimizer
 

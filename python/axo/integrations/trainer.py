@@ -57,6 +57,7 @@ from axo.integrations.fabric.figures import Figures
 from axo.integrations.fabric.loader import EachOnce, SharedLoader, with_batches
 from axo.integrations.fabric.strategy import AxoStrategy as FabricStrategy
 from axo.integrations.fabric.strategy import count_data_ranks
+from axo.launch import meet_in_a_file
 from axo.optim.clip import total_norm
 
 _POSITION = "axo_data"  # where the run stands in its data; under Lightning's own key a run without Axo would refuse it
@@ -133,6 +134,7 @@ class AxoStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        meet_in_a_file(self.cluster_environment, self.num_nodes)
         self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:

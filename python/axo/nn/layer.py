@@ -217,6 +217,8 @@ class ParallelLayer(nn.Module):
     def full_weight(self) -> torch.Tensor:
         """The whole weight, gathered from its shards. Every rank must call it."""
         weight: Any = self.weight
+        if is_split(self.placements["weight"]):
+            all_call(self.comms, "layer.full_weight()")
         return unshard(weight.detach(), self.placements["weight"])
 
     def label(self) -> str:

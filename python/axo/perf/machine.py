@@ -18,8 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from axo import files
 from axo.grid import Grid
 
@@ -233,8 +231,6 @@ def measured_here() -> str:
     )
 
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
 # What a machine file that does not say it gets: gemm_fraction, fitted with ATTENTION_INTENSITY on four published runs
 # on A100 and H100 (``axo bench exam``); what the papers' machines were measured to reach of the network; NCCL's own
 # tuning constants; and a quarter of a GPU's units busy with collectives.
@@ -263,10 +259,18 @@ _OTHERS = "name gpus_per_node intra_gbs cross_gbs gemms calibrated_on descriptio
 
 @cache
 def _read(path: Path) -> Machine:
+    import yaml  # which a machine that plans no file of its own may lack
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         text = files.read_text(path)
         files.check_yaml(text)
-        return _MachineFile(path, yaml.compose(text, Loader=_LOADER)).machine()
+        root = yaml.compose(text, Loader=loader)
+        if not isinstance(root, yaml.MappingNode):
+            raise ValueError(
+                f"machine file {path}, line 1: expected fields such as 'gpus_per_node: 4', got something else"
+            )
+        return _MachineFile(path, root, loader).machine()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}" if mark else "somewhere"
@@ -279,12 +283,8 @@ def _read(path: Path) -> Machine:
 class _MachineFile:
     """A composed YAML mapping, and the Machine that it describes; what is wrong is told with its line and field."""
 
-    def __init__(self, path: Path, root: Any) -> None:
-        self.path, self.values, self.lines = path, dict[str, Any](), dict[str, int]()
-        if not isinstance(root, yaml.MappingNode):
-            raise ValueError(
-                f"machine file {path}, line 1: expected fields such as 'gpus_per_node: 4', got something else"
-            )
+    def __init__(self, path: Path, root: Any, loader: Any) -> None:
+        self.path, self.loader, self.values, self.lines = path, loader, dict[str, Any](), dict[str, int]()
         self.nodes = self.entries(root)
         for name, (node, line) in self.nodes.items():
             self.lines[name] = line
@@ -308,7 +308,7 @@ class _MachineFile:
 
     def value(self, name: str, node: Any) -> Any:
         try:
-            return _LOADER("").construct_object(node, deep=True)
+            return self.loader("").construct_object(node, deep=True)
         except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError) as error:
             # a date that there is not, a number of thousands of digits or, with !!int, of none
             raise self.fail(name, str(error)) from None

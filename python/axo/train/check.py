@@ -140,6 +140,8 @@ def _check_values(config: TrainConfig) -> None:
     ):
         if value not in words:
             raise ValueError(f"train: {name}={value!r} is not one of {', '.join(words)}")
+    if config.hosts is not None and config.elastic is None:
+        raise ValueError(f"train: hosts={config.hosts} is of --elastic MIN:MAX; say that too, or use torchrun or srun")
     if config.recompute_keeps != "nothing" and not config.recompute:
         raise ValueError(f"train: recompute-keeps={config.recompute_keeps} says what --recompute keeps; say that too")
     if config.optimizer == "muon" and config.precision == "16-mixed" and config.compare_serial:
@@ -201,8 +203,8 @@ def check_machine(config: TrainConfig, model: nn.Module) -> None:
         ValueError: It has not.
     """
     if check_device("train", config.device)[0] != "cpu":
-        count = torch.accelerator.device_count()
-        if config.ranks > count:
+        count, hosts = torch.accelerator.device_count(), (config.hosts or "").count(",") + 1
+        if config.ranks > count * hosts:
             raise ValueError(
                 f"train: grid {config.shown} has {config.ranks} ranks and this machine {count} of device"
                 f" {config.device!r}, one for a rank; use a smaller grid, or torchrun on more machines"

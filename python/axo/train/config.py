@@ -89,6 +89,12 @@ class TrainConfig:
         "Go on with fewer ranks when one dies, at least MIN, and with as many as OUT/ranks says. MAX: those of --grid.",
         metavar="MIN:MAX",
     )
+    hosts: str | None = _option(
+        None,
+        RANKS,
+        "With --elastic: the run's hosts, on each of which this command is typed; one that is lost costs no file.",
+        metavar="HOST[:PORT],...",
+    )
     copy_every: int = _option(10, RANKS, "With --elastic: steps between copies of the state in memory.", AT_LEAST_1)
     timeout: float = _option(600, RANKS, "Seconds that an operation between ranks may take.", POSITIVE)
     data: tuple[str, ...] = _option((), DATA, "Text: files or folders. Default: Python's library.", metavar="PATH...")

@@ -12,12 +12,14 @@ death costs the steps since the newest complete copy, which is written while the
 those that it takes to write one. A number that is told costs none. Batch, order of the data and schedule are the run's,
 whatever the grid: the losses are those of a run that nothing happened to.
 
-Not here: ranks of several hosts, whose memory is lost with them. They are refused.
+With ``--hosts`` each host has a launcher and a folder of its own, in which copies of another host's shards lie, too
+(``axo.checkpoint.mirrors``); the launchers agree on what follows (``launchers``), by ``decide``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import re
@@ -31,11 +33,13 @@ from typing import Any
 
 from axo import files
 from axo.checkpoint import folder as folders
-from axo.checkpoint.folder import latest, number_of, run_of
+from axo.checkpoint.folder import complete, latest, number_of, run_of
+from axo.checkpoint.mirrors import files_of
 from axo.grid import AXES, Grid
-from axo.launch import Interrupted, RankFailed, Termination, handled, own_folder
+from axo.launch import Interrupted, Part, RankFailed, Termination, handled, own_folder
 from axo.train.check import check_grid, copy_bytes
 from axo.train.config import CHECKPOINTS, RANKS_NAME, TrainConfig
+from axo.train.launchers import Launchers, Said, places_of
 
 OnRanks = Callable[[int], TrainConfig]
 _MEMORY = "/dev/shm"
@@ -57,6 +61,7 @@ class StateCopies:
         signals: Those that have come, for an end of the run.
         old_request: When OUT/ranks, where it was there before the run, was written (ns).
         complaint: What was told of an OUT/ranks that cannot be removed.
+        run: The run's identity, where its folder may have been lost with a host; None: its folder has it.
     """
 
     folder: str
@@ -69,6 +74,7 @@ class StateCopies:
     signals: list[int] = field(default_factory=list)
     old_request: int | None = None
     complaint: str = ""
+    run: str | None = None
     _killed: int = field(default_factory=lambda: _killed_for_memory())
 
     def begin(self, event: str) -> None:
@@ -97,6 +103,8 @@ class StateCopies:
         marker = None if copy is None or copy.parent != Path(self.folder) else folders.read_marker(copy)
         if copy is None or marker is None or marker.metadata is None or not self.original.saves:
             return ""
+        if not all(files_of(copy).values()):
+            return f"the newest copy, of step {marker.step}, is not whole on this host"
         final = Path(self.original.out, CHECKPOINTS, folders.name_of(marker.step)).absolute()
         try:
             part = folders.UnfinishedCheckpoint(final, marker.run)
@@ -130,6 +138,8 @@ def check(config: TrainConfig, on_ranks: OnRanks) -> None:
     least, most = _bounds(config)
     if most != config.ranks:
         raise ValueError(f"train: elastic={config.elastic}: grid {config.shown} has {config.ranks} ranks, not {most}")
+    if config.hosts is not None and most % (hosts := len(places_of(config.hosts))):
+        raise ValueError(f"train: elastic={config.elastic}: {most} ranks do not divide over {hosts} hosts")
     if least < most and isinstance(smaller := _fitting(config, on_ranks, most - 1), str):
         raise ValueError(
             f"train: elastic={config.elastic}: no grid of {least} to {most - 1} ranks fits ({smaller}); use a smaller"
@@ -167,7 +177,9 @@ def copies_of_a_run(config: TrainConfig, on_ranks: OnRanks) -> Iterator[StateCop
         signals.append(number)  # what is raised while a destructor runs is lost
         raise Interrupted(number)
 
-    with own_folder(_MEMORY) as folder, handled(end, Termination.signals() if config.saves else ()):
+    # On all hosts of a run the folder has one name.
+    name = "" if config.hosts is None else hashlib.sha256(config.hosts.encode()).hexdigest()[:16]
+    with own_folder(_MEMORY, name) as folder, handled(end, Termination.signals() if config.saves else ()):
         copies = StateCopies(folder, config, on_ranks, signals=signals)
         with contextlib.suppress(OSError):
             copies.old_request = Path(config.out, RANKS_NAME).lstat().st_mtime_ns
@@ -183,27 +195,155 @@ def copies_of_a_run(config: TrainConfig, on_ranks: OnRanks) -> Iterator[StateCop
             raise
 
 
-def after_a_death(config: TrainConfig, copies: StateCopies, error: RankFailed) -> tuple[TrainConfig, str]:
-    """The run that goes on after ``error``, and why: fewer ranks, and the newest copy or checkpoint.
+class Launches:
+    """The launches of a run, one after another: which ranks are this host's, and how it goes on when they have ended.
 
-    Raises:
-        RankFailed: There is no smaller grid, or memory was short before.
+    Args:
+        copies: The run's.
+        launchers: Of all its hosts; None: this host is the only one.
+
+    Attributes:
+        config: The run as it goes on. ranks: How many of its ranks are this host's.
+        part: Which ones; None: all.
     """
-    copies.begin("recovered")
-    why, smaller = str(error), _fitting(copies.original, copies.on_ranks, config.ranks - 1)
-    if copies.short_of_memory(error):
-        why += "; memory was short, and the system has killed a process"
-        if copies.shortages > 1:
-            smaller = "that was so before, and fewer ranks hold more each"
-    if isinstance(smaller, str):
-        raise RankFailed(f"{why}; elastic={config.elastic} ends here: {smaller}", rank=error.rank, lost=True)
-    return _from_newest(smaller, copies), why
 
+    def __init__(self, copies: StateCopies, launchers: Launchers | None) -> None:
+        self._copies, self._launchers, self._own = copies, launchers, launchers.own if launchers else 0
+        self._hosts = [address for address, _ in launchers.places] if launchers else [""]
+        self.config, self.ranks, self.part = copies.original, 0, None if launchers is None else Part(0, 0, "", 0)
+        self._most = copies.original.ranks // len(self._hosts)
+        self._error: RankFailed | None = None
+        options = hashlib.sha256(str(copies.original.as_dict()).encode()).hexdigest()
+        self._said: Said = {"options": options, "ran": False, "hosts": []}
+        self._say(self._most)
 
-def after_a_request(request: TrainConfig, copies: StateCopies) -> tuple[TrainConfig, str]:
-    """The run that goes on on the ranks that it was told to have, and why."""
-    copies.begin("resized")
-    return _from_newest(request, copies), f"{Path(request.out, RANKS_NAME)} said so"
+    def _say(self, ranks: int, **how: Any) -> None:
+        """What the others are to hear: how many ranks this host can have now, and how those before have ended."""
+        self._said |= {"ranks": ranks, "why": "", "failed": "", "late": "", "asked": 0, "done": False} | how
+
+    def have_ended(self, next_run: TrainConfig | None) -> None:
+        """This host's ranks have ended well; ``next_run``: as rank 0 was told, where it is one of them."""
+        self._error = None
+        done = next_run is None and (self.part is None or self.part.first == 0)
+        self._say(self.ranks, asked=next_run.ranks if next_run else 0, done=done)
+        if not done:
+            self._copies.begin("resized")
+
+    def have_failed(self, error: RankFailed) -> None:
+        """They have ended by a death, an error of their own, or as those of another host have.
+
+        Raises:
+            RankFailed: Nothing but ``error`` is to be said.
+        """
+        late = self._launchers is not None and (error.consequence or ": Timeout: " in str(error))
+        died, why, failed = error.lost and not late, str(error), "" if error.lost or late else str(error)
+        if self._launchers is None and not died:
+            raise error
+        self._copies.begin("recovered")
+        if died and self._copies.short_of_memory(error):
+            why += "; memory was short, and the system has killed a process"
+            if self._copies.shortages > 1:
+                failed = self._ends(why, "that was so before, and fewer ranks hold more each")
+        self._error = error
+        self._say(self.ranks - died, why=why if died else "", failed=failed, late=str(error) if late else "")
+
+    def _ends(self, why: str, reason: str) -> str:
+        return f"{why}; elastic={self._copies.original.elastic} ends here: {reason}"
+
+    def go_on(self) -> bool:
+        """Agree with the other hosts; whether the run goes on. Waits while this host has no ranks in it.
+
+        Raises:
+            RankFailed: It ends with an error of some host.
+            Interrupted: A signal came as the ranks ended.
+        """
+        copies = self._copies
+        while True:
+            markers = {path: folders.read_marker(path) for path in complete(copies.folder)}
+            own = {path.name: [each.run, each.metadata, files_of(path)] for path, each in markers.items() if each}
+            said = self._said | {"copies": own, "signal": copies.signals[0] if copies.signals else 0}
+            plan = self._decide({0: said}) if self._launchers is None else self._launchers.agree(said, self._decide)
+            if plan["failed"]:
+                if self._error is not None and str(self._error) == plan["failed"]:
+                    raise self._error
+                rank = -1 if self._error is None else self._error.rank
+                raise RankFailed(plan["failed"], rank=rank, user_error=not plan["lost"], lost=plan["lost"])
+            if plan["done"]:
+                return False
+            if copies.signals:
+                raise Interrupted(copies.signals[0])
+            if str(self._own) in plan["hosts"]:
+                break
+            self._say(self._most)
+            print("axo train: waits, as the run has fewer ranks than hosts", flush=True)
+        hosts = {int(host): ranks for host, ranks in plan["hosts"].items()}
+        first, world = sum(ranks for host, ranks in hosts.items() if host < self._own), sum(hosts.values())
+        self.ranks, self.config = hosts[self._own], copies.on_ranks(world) if plan["event"] else copies.original
+        self.part = None if self._launchers is None else Part(first, world, *plan["place"])
+        if plan["resume"]:
+            self.config = replace(self.config, resume=plan["resume"], overwrite=False)
+        if plan["event"] and copies.noticed is None:
+            copies.begin(plan["event"])
+        copies.event, copies.run = plan["event"], plan["run"]
+        self._said |= {"ran": True, "hosts": sorted(hosts)}
+        if plan["event"] and first == 0:
+            print(f"axo train: {plan['why']}; goes on with {world} ranks on grid {self.config.shown}", flush=True)
+        return True
+
+    def _decide(self, said: dict[int, Said]) -> Said:
+        """What all hosts do, from what those that are there have said."""
+        original, ran = self._copies.original, {host for each in said.values() for host in each["hosts"]}
+        lost = [f"host {self._hosts[host]} is lost" for host in sorted(ran - said.keys())]
+        why = lost + [each["why"] for each in said.values() if each["why"]]
+        asked = max(each["asked"] for each in said.values())
+        failed = [each["failed"] for each in said.values() if each["failed"]]
+        failed += [each["late"] for each in said.values() if each["late"] and "is lost" not in each["late"] and not why]
+        if len({each["options"] for each in said.values()}) > 1:
+            names = ", ".join(self._hosts[host] for host in said)
+            failed = [f"train: hosts {names} have different options; give each the same"]
+        plan: Said = {"failed": failed[0] if failed else "", "lost": bool(why), "hosts": {}}
+        plan |= {"done": any(each["done"] for each in said.values()), "place": None}
+        signals = [signal.Signals(each["signal"]).name for each in said.values() if each["signal"]]
+        if signals and not plan["done"] and self._launchers is not None:
+            plan["failed"] = plan["failed"] or f"train: a host was ended by {signals[0]}"
+        if plan["failed"] or plan["done"]:
+            return plan
+        told = "; ".join(why) or (f"{Path(original.out, RANKS_NAME)} said so" if asked else "hosts lost each other")
+        most = min(sum(self._most if asked else each["ranks"] for each in said.values()), asked or original.ranks)
+        run = _fitting(original, self._copies.on_ranks, most) if ran else original
+        try:
+            resume, identity = self._newest(said)
+        except ValueError as error:
+            run = str(error)
+        if isinstance(run, str):
+            return plan | {"failed": self._ends(told, run), "lost": True}
+        least, more = divmod(run.ranks, len(said))
+        ranks = {str(host): least + (i < more) for i, host in enumerate(said) if least + (i < more)}
+        plan |= {"event": "" if not ran else "resized" if asked else "recovered", "resume": resume, "run": identity}
+        place = None if self._launchers is None else self._launchers.meeting_place()
+        return plan | {"hosts": ranks, "why": told, "place": place}
+
+    def _newest(self, said: dict[int, Said]) -> tuple[str | None, str | None]:
+        """The newest copy of which these hosts have all files together, or a newer checkpoint, and whose it is.
+
+        Raises:
+            ValueError: There were copies, and of each some files are lost.
+        """
+        files: dict[tuple[str, str, str], dict[str, int]] = {}  # by name, run and checksum of the metadata
+        for each in said.values():
+            for name, (run, checksum, sizes) in each["copies"].items():
+                together = files.setdefault((name, run, checksum), {})
+                together |= {file: max(size, together.get(file, 0)) for file, size in sizes.items()}
+        if not files:  # before the first one the run has done nothing
+            return None, None
+        copy, run = max((copy[:2] for copy, sizes in files.items() if all(sizes.values())), default=("", max(files)[1]))
+        if self._copies.original.saves:
+            saved = latest(Path(self._copies.original.out, CHECKPOINTS), run=run)
+            if saved is not None and (not copy or number_of(saved) > number_of(Path(copy))):
+                return str(saved), run
+        if not copy:
+            raise ValueError("the hosts that are lost had the only copies of some shards")
+        return str(Path(self._copies.folder, copy)), run
 
 
 def requested_run(config: TrainConfig, copies: StateCopies) -> TrainConfig | None:
@@ -274,20 +414,13 @@ def nearest(original: TrainConfig, ranks: int) -> TrainConfig:
 def _fitting(original: TrainConfig, on_ranks: OnRanks, most: int) -> TrainConfig | str:
     """The run on the most ranks, from ``most`` down to MIN, on which it fits; else why it fits on none."""
     least = _bounds(original)[0]
-    why = f"there are {most + 1} ranks, and MIN is {least}"
+    why = f"{most} ranks are left, and MIN is {least}"
     for ranks in range(most, least - 1, -1):
         try:
             return on_ranks(ranks)
         except ValueError as error:
             why = str(error)
     return why
-
-
-def _from_newest(config: TrainConfig, copies: StateCopies) -> TrainConfig:
-    newest = copies.newest()
-    if newest is None:  # before the first one the run has done nothing
-        return config
-    return replace(config, resume=str(newest), overwrite=False)
 
 
 def _killed_for_memory(root: Path = Path("/")) -> int:

@@ -2,11 +2,14 @@
 
 The log is JSON lines: one header, one line a step, one summary. Each line is flushed when it is written.
 
-header: the options, versions, grid, device, transport, sizes of model and text, and the peak that MFU divides by.
+header: the options, versions, grid, hosts of the ranks, device, transport, sizes of model and text, and the peak that
+        MFU divides by.
 step:   step, loss, lr, grad_norm, seconds, tokens_per_s, memory_gb (1e9 bytes; the most that a rank has held so far,
         mean over ranks), comm_share (time blocked / time, mean over ranks, by axis and in all), model_flops,
-        hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown); with --experts
-        expert_balance (rows of the rank whose experts got the most over the mean of ranks, mean over mixtures).
+        hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown), worked (seconds of each
+        rank) and spread (seconds, by axis; ``axo.train.slow``); with --experts expert_balance (rows of the rank whose
+        experts got the most over the mean of ranks, mean over mixtures).
+slow:   step, rank, host, times, steps: a rank that was so many times as slow as the others of its stage, in the mean.
 recovered, resized: with ``--elastic``, after a rank's death, and on ranks that the run was told to have: start, noticed
         (monotonic clock; when the ranks before had ended), seconds of each part since then.
 summary: steps, seconds, tail_loss, fused (how each product with its collective ran that could run as one, or why not).
@@ -36,10 +39,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from axo import files
 from axo.checkpoint.folder import whole_file
 from axo.files import open_own
+from axo.grid import AXES
 from axo.perf.flops import narayanan
 from axo.train import models
 from axo.train.config import LOG_NAME, TrainConfig
 from axo.train.loop import Step
+from axo.train.slow import SlowRanks, spread
 from axo_kernels.device import cpu_model
 
 _MOST = 1 << 30  # bytes of a log
@@ -60,10 +65,13 @@ class TrainLog:
         model: Its model's configuration.
         tokens: Tokens of its text.
         transport: What moves the bytes.
+        hosts: Of each rank.
         start: The first step; above 0 the lines of the steps before it are kept, and another header follows them.
     """
 
-    def __init__(self, config: TrainConfig, model: Config, tokens: int, transport: str, start: int = 0) -> None:
+    def __init__(
+        self, config: TrainConfig, model: Config, tokens: int, transport: str, hosts: Sequence[str], start: int = 0
+    ) -> None:
         self.path = Path(config.out, LOG_NAME)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = _lines_before(self.path, start)
@@ -85,8 +93,16 @@ class TrainLog:
         sizes_of_model = {"parameters": parameters, "layers": model.n_layer, "hidden": model.n_embd}
         header: dict[str, Any] = {"kind": "header", "config": config.as_dict(), "model": sizes_of_model}
         header |= {"tokens": tokens, "versions": versions, "grid": str(config.grid), "pipeline": config.pipeline}
-        header |= {"ranks": config.ranks, "transport": transport, "device": device, "peak_tflops_a_rank": peak}
-        self.write(header | {"start": start})
+        header |= {"ranks": config.ranks, "transport": transport, "hosts": [*hosts], "device": device}
+        self.write(header | {"peak_tflops_a_rank": peak, "start": start})
+        self._grid, self._slow = config.grid, SlowRanks(config.grid.world_size, hosts)
+
+    def watch(self, step: Step) -> dict[str, Any] | None:
+        """Look at every step, also at those that are not written; write and return a line of a rank that is slow."""
+        line = self._slow.take(step.index, step.by_rank[:, 0].tolist())
+        if line is not None:
+            self.write(line)
+        return line
 
     def step(self, step: Step) -> dict[str, Any]:
         """Write one step; return the line."""
@@ -96,6 +112,8 @@ class TrainLog:
         line |= {"seconds": step.seconds, "tokens_per_s": step.tokens / step.seconds, "memory_gb": step.memory / 1e9}
         line |= {"comm_share": share | {"all": sum(share.values())}, "model_flops": self._flops[0]}
         line |= {"hardware_flops": self._flops[1], "mfu": mfu, "hfu": hfu}
+        line |= {"worked": [round(seconds, 6) for seconds in step.by_rank[:, 0].tolist()]}
+        line |= {"spread": spread(self._grid, step.by_rank[:, 1 : 1 + len(AXES)])}
         line |= {} if step.balance is None else {"expert_balance": step.balance}
         self.write(line)
         return line
@@ -141,7 +159,7 @@ def _lines_before(path: Path, start: int) -> list[str]:
             continue
         kind, step = (entry.get("kind"), entry.get("step")) if isinstance(entry, dict) else (None, None)
         lasts = kind in ("header", "recovered", "resized")
-        if lasts or (kind == "step" and isinstance(step, int | float) and step < start):
+        if lasts or (kind in ("step", "slow") and isinstance(step, int | float) and step < start):
             kept.append(line)
     return kept
 

@@ -47,8 +47,9 @@ _AXES = (*AXES, "world")
 @dataclass(frozen=True)
 class Step:
     """What one step gave. ``blocked`` is seconds a rank spent blocked in communication, by axis, and ``memory`` the
-    most bytes that it has held so far, means over ranks; ``stop`` is whether any rank was asked to end; ``balance`` is
-    that of experts on several ranks (``axo.nn.experts.busiest``)."""
+    most bytes that it has held so far, means over ranks; ``by_rank`` is those seconds of each rank, after those in
+    which it was not blocked: (ranks, 1 + axes); ``stop`` is whether any rank was asked to end; ``balance`` is that of
+    experts on several ranks (``axo.nn.experts.busiest``)."""
 
     index: int
     loss: float
@@ -58,6 +59,7 @@ class Step:
     tokens: int
     blocked: dict[str, float]
     memory: float
+    by_rank: torch.Tensor
     stop: bool = False
     balance: float | None = None
 
@@ -111,13 +113,18 @@ class Trainer:
         targets = recipe.wanted_targets(inputs, targets, config)
         mine, tokens = self.accumulate(*(cut_sequence(part, comms) for part in (inputs, targets)))
         norm = float(self.update())
-        blocked = [comms.blocked_seconds.get(axis, 0.0) - blocked_before.get(axis, 0.0) for axis in _AXES]
-        of_rank = (float(mine), self.asked_to_stop(), most_held(comms.device), *blocked)
+        seconds = time.perf_counter() - started
+        blocked = {axis: now - blocked_before.get(axis, 0.0) for axis, now in comms.blocked_seconds.items()}
+        of_rank = [float(mine), self.asked_to_stop(), most_held(comms.device), seconds - sum(blocked.values())]
+        every = torch.zeros(comms.everyone.size, len(of_rank) + len(_AXES), dtype=torch.float64)
+        of_rank += [blocked[axis] for axis in _AXES]
+        every[comms.everyone.rank] = torch.tensor(of_rank, dtype=torch.float64)
         rows = self._rows_of_experts()
-        shared = torch.cat([torch.tensor(of_rank, dtype=torch.float64, device=comms.device), rows.flatten()])
+        shared = torch.cat([every.flatten().to(comms.device), rows.flatten()])
         comms.everyone.all_reduce(shared)
-        total, stop, memory, *blocked = shared[: len(of_rank)].tolist()
-        of_experts = shared[len(of_rank) :].view_as(rows)
+        every = shared[: every.numel()].view_as(every).cpu()
+        total, stop, memory = every[:, :3].sum(0).tolist()
+        of_experts = shared[every.numel() :].view_as(rows)
         balance = busiest(of_experts, comms.experts.size) if self._spread else None
         comms.poll()  # the host has seen the end of the step: a NaN may be rows that a peer never sent
         loss = total / self._peers / tokens  # each of them has counted
@@ -126,9 +133,9 @@ class Trainer:
                 f"train: the loss of step {index} is {loss} (learning rate {lr:g}, gradient norm {norm:g}); use a"
                 " smaller lr or a longer warmup"
             )
-        means = {axis: seconds / comms.everyone.size for axis, seconds in zip(_AXES, blocked, strict=True)}
-        seconds, tokens = time.perf_counter() - started, config.batch_size * config.seq_len
-        return Step(index, loss, lr, norm, seconds, tokens, means, memory / comms.everyone.size, stop > 0, balance)
+        means = dict(zip(_AXES, every[:, 4:].mean(0).tolist(), strict=True))
+        seconds, tokens, memory = time.perf_counter() - started, config.batch_size * config.seq_len, memory / len(every)
+        return Step(index, loss, lr, norm, seconds, tokens, means, memory, every[:, 3:], stop > 0, balance)
 
     def _rows_of_experts(self) -> torch.Tensor:
         """Rows that this rank has sent to each expert, in the place of its group: (mixtures, groups, E)."""

@@ -24,7 +24,10 @@ from typing import Any
 import axo
 from axo import checkpoint
 from axo.checkpoint.folder import check_place, name_of, number_of, step_of
+from axo.checkpoint.mirrors import Mirrors
 from axo.checkpoint.ranks import agree, checkpoint_group, pending, share
+from axo.comm.extension import _C
+from axo.comm.rendezvous import admit_nobody_else
 from axo.errors import CheckpointError
 from axo.grid import check_ranks
 from axo.launch import Interrupted, Rank, RankFailed, Termination, launch_local, set_threads
@@ -34,9 +37,11 @@ from axo.train import data, elastic
 from axo.train.check import check
 from axo.train.config import CHECKPOINTS, LOG_NAME, PLOT_NAME, TrainConfig
 from axo.train.elastic import StateCopies
+from axo.train.launchers import Launchers
 from axo.train.log import Display, TrainLog, draw
 from axo.train.loop import Step, Trainer
 from axo.train.serial import Parity, compare, train_serial
+from axo.train.slow import words
 
 TAIL = 10  # steps whose mean loss is a run's result
 WARM_STEPS = 3  # before the one that is traced
@@ -89,7 +94,7 @@ def run(config: TrainConfig, on_ranks: elastic.OnRanks | None = None) -> Outcome
         ValueError: The options are wrong.
         axo.launch.RankFailed: A local rank failed.
     """
-    if Rank.from_environment() is not None:
+    if config.hosts is None and Rank.from_environment() is not None:
         return train_rank(config)
     batches = check(config, one_machine=True)
     launch = partial(launch_local, train_rank, fork=config.device.startswith("cpu"), terminate=config.saves)
@@ -97,20 +102,18 @@ def run(config: TrainConfig, on_ranks: elastic.OnRanks | None = None) -> Outcome
         return launch(config.ranks, config, batches)
     on_ranks = on_ranks or partial(elastic.nearest, config)
     elastic.check(config, on_ranks)
+    launchers = None if config.hosts is None else Launchers(config.hosts)
     with elastic.copies_of_a_run(config, on_ranks) as copies:
-        while True:
+        launches, outcome = elastic.Launches(copies, launchers), None
+        while launches.go_on():
             try:
-                outcome = launch(config.ranks, config, batches, copies, noted=copies.signals)
-                if outcome.next is None:
-                    return outcome
-                config, why = elastic.after_a_request(outcome.next, copies)
+                outcome = launch(
+                    launches.ranks, launches.config, batches, copies, noted=copies.signals, part=launches.part
+                )
+                launches.have_ended(None if outcome is None else outcome.next)
             except RankFailed as error:
-                if not error.lost:
-                    raise
-                config, why = elastic.after_a_death(config, copies, error)
-            if copies.signals:  # one that came as the ranks ended
-                raise Interrupted(copies.signals[0])
-            print(f"axo train: {why}; goes on with {config.ranks} ranks on grid {config.shown}", flush=True)
+                launches.have_failed(error)
+        return outcome
 
 
 def train_rank(
@@ -135,8 +138,8 @@ def train_rank(
         try:
             if config.elastic is not None:
                 raise ValueError(
-                    f"train: elastic={config.elastic} starts its own ranks, on one host; leave torchrun or srun out, or"
-                    " use --save-every with --resume auto"
+                    f"train: elastic={config.elastic} starts its own ranks; leave torchrun or srun out, and"
+                    " for several hosts give --hosts, or use --save-every with --resume auto"
                 )
             batches = check(config)
         except (ValueError, OSError) as error:
@@ -145,12 +148,15 @@ def train_rank(
         # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
         ways = {"pipeline": config.pipeline, "context": config.context, "experts": config.experts}
         with axo.connect(config.grid, device=config.device, timeout=config.timeout, **ways) as comms:
+            if comms.device.type == "cpu":
+                admit_nobody_else()
             agree(checkpoint_group(comms), problem)
             if copies is not None:
                 copies.mark("agree")
             assert batches is not None
             again = {"resume": config.resume is not None, "overwrite": config.overwrite}
-            folder = checkpoint.Run(config.out, comms, checkpoints=Path(config.out) / CHECKPOINTS, **again)
+            of_hosts, place = None if copies is None else copies.run, Path(config.out) / CHECKPOINTS
+            folder = checkpoint.Run(config.out, comms, checkpoints=place, identity=of_hosts, **again)
             last.callback(folder.close)
             outcome = _train(config, comms, batches, folder, copies)
         if rank.rank != 0:
@@ -168,12 +174,13 @@ def _train(
     trainer, termination = Trainer(config, comms, batches), Termination() if config.saves else None
     checkpoints = Checkpoints(config, trainer, folder, termination, copies)
     start, losses = checkpoints.resume()
+    hosts = share(checkpoint_group(comms), _C.host_name())
     log, display = None, None
     if comms.everyone.rank == 0:
         if config.resume is not None:
             told = f"{checkpoints.origin}, after step {start}{checkpoints.changed}" if checkpoints.origin else ""
             print(f"axo train: goes on in {config.out} from {told or 'the start: no checkpoint there'}")
-        log = TrainLog(config, trainer.model.config, batches.tokens, comms.world.transport, start)
+        log = TrainLog(config, trainer.model.config, batches.tokens, comms.world.transport, hosts, start)
         display = Display(f"axo {config.shown}", config.steps)
     traced = min(start + WARM_STEPS, config.steps - 1) if config.trace is not None else -1
     began, stopped = time.perf_counter(), ""
@@ -182,6 +189,8 @@ def _train(
             step = trainer.step(index) if index != traced else _traced_step(trainer, index)
             losses.append(step.loss)
             ends = index + 1 == config.steps
+            if log and display and (slow := log.watch(step)):
+                display.console.print(f"axo train: {words(slow)}", highlight=False, soft_wrap=True, markup=False)
             if log and display and (ends or (index + 1) % config.log_every == 0):
                 display.show(index + 1, log.step(step))
             if log and copies and copies.noticed and index == start:
@@ -193,6 +202,8 @@ def _train(
             if step.stop and not ends and termination is not None:
                 stopped = termination.by  # another rank's is taken to be SIGTERM
                 break
+    if checkpoints.resizes and termination is not None and termination.asked:  # this rank alone, and late
+        raise Interrupted(termination.number)
     seconds, out = time.perf_counter() - began, Path(config.out)
     outcome = Outcome(losses, seconds, batches.vocab_size, out / LOG_NAME, out / PLOT_NAME, start=start)
     if log is not None:
@@ -256,6 +267,8 @@ class Checkpoints:
         copies: StateCopies | None = None,
     ) -> None:
         self._copies = copies
+        on_hosts = copies is not None and config.hosts is not None
+        self._mirrors = Mirrors(checkpoint_group(trainer.comms)) if on_hosts else None
         self._copy_under_way: checkpoint.Save | None = None
         self._copies_fail = False  # and that has been told
         self.resizes = False
@@ -289,6 +302,9 @@ class Checkpoints:
         config, losses, problem = self._config, [], ""
         newest = None if config.resume is None else self._newest(self._run.id)
         asked = newest if config.resume == "auto" else config.resume
+        copy = self._copies is not None and asked is not None and Path(asked).parent == Path(self._copies.folder)
+        if copy and self._mirrors is not None:
+            self._mirrors.complete(Path(str(asked)))
         if asked is not None:
             losses = self._load(str(asked), newest)
         elif config.resume is not None and (others := self._newest(None)) is not None:
@@ -307,7 +323,8 @@ class Checkpoints:
         agree(checkpoint_group(self._trainer.comms), problem)
         if self._copies is not None:
             self._copies.mark("move")
-            self._copy(losses)
+            if not copy:
+                self._copy(losses)
         return self._done, losses
 
     def _newest(self, run: str | None) -> Path | None:
@@ -426,7 +443,8 @@ class Checkpoints:
         # A copy of the losses: the file is written while the next steps add theirs. Not where that takes a copy of the
         # optimizer's state which memory has no room for.
         extra = self._order | {"model": self._model, "losses": list(losses), "scaler": trainer.scaler.state_dict()}
+        in_memory = self._copies is not None and folder == Path(self._copies.folder)
         return checkpoint.save(
-            folder, trainer.model, trainer.optimizer, step=self._done, extra=extra, keep=keep,
-            run=self._run.id, async_=not isinstance(trainer.optimizer, OffloadedAdamW),
+            folder, trainer.model, trainer.optimizer, step=self._done, extra=extra, keep=keep, run=self._run.id,
+            async_=not isinstance(trainer.optimizer, OffloadedAdamW), mirrors=self._mirrors if in_memory else None,
         )  # fmt: skip

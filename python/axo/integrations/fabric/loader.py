@@ -35,7 +35,7 @@ from torch.utils.data.distributed import DistributedSampler
 from axo.comm import values
 from axo.comm.connect import Communicators
 from axo.errors import Refused
-from axo.integrations.data_ranks import cut_for_data_ranks, numbers_of_data_ranks
+from axo.integrations.data_ranks import cut_for_data_ranks, in_one_order, numbers_of_data_ranks
 
 
 class Position:
@@ -132,16 +132,9 @@ def split_in_order(loader: Any, comms: Communicators, *, stand_ins: bool = False
                 f" {comms.row_parts} data ranks, and the rest is dropped; use smaller batches, or fewer ranks"
             )
         return with_batches(loader, cut)
-    sampler = _in_one_order(loader.sampler, comms)
+    sampler = in_one_order(loader.sampler, comms)
     mine = DistributedSamplerWrapper(sampler, num_replicas=comms.row_parts, rank=comms.row_part, shuffle=False)
     return _update_dataloader(loader, mine)
-
-
-def _in_one_order(sampler: Any, comms: Communicators) -> Any:
-    if isinstance(sampler, RandomSampler) and sampler.generator is None:
-        seed = torch.randint(1 << 62, (1,), dtype=torch.int64).to(comms.device)  # no order is given: rank 0's
-        sampler.generator = torch.Generator().manual_seed(int(comms.everyone.broadcast(seed, root=0)))
-    return sampler
 
 
 class EachOnce:
@@ -164,7 +157,7 @@ class EachOnce:
     def __init__(
         self, sampler: Any, batch_size: int, drop_last: bool, comms: Communicators, *, stand_ins: bool = False
     ) -> None:
-        self.sampler, self.batch_size, self.drop_last = _in_one_order(sampler, comms), batch_size, drop_last
+        self.sampler, self.batch_size, self.drop_last = in_one_order(sampler, comms), batch_size, drop_last
         self.stand_ins = stand_ins
         self.num_replicas, self.rank = comms.row_parts, comms.row_part
         self.sizes()

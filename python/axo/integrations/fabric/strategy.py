@@ -26,8 +26,6 @@ lower tier (``axo.Offload``); an AdamW that Fabric sets up becomes one whose sta
 then a data rank, its Gx*Gy ranks together, is what Fabric calls a device; whatever reduces or gathers for the user
 counts each data rank once, while agreements and barriers are of all ranks.
 
-Programs that take a strategy by name only get one through :func:`register`.
-
 Not here: FSDP's and DDP's options, models that the plan does not know (refused by name).
 """
 
@@ -57,6 +55,7 @@ from torch.optim import Optimizer
 import axo
 from axo.arrangement import arrangement_of
 from axo.check import one_of, whole_number
+from axo.comm.agree import all_call
 from axo.comm.connect import Communicators
 from axo.comm.rendezvous import launchers_store, store_of_this_start
 from axo.errors import Refused
@@ -67,8 +66,10 @@ from axo.integrations.fabric.compile import keep_out_of_graphs
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
 from axo.integrations.fabric.materialize import holds_meta, materialize
 from axo.integrations.fabric.recorded_init import RecordedInit
+from axo.integrations.fabric.replacements import agreeing, offloaded
 from axo.integrations.fabric.stages import StagedLogits, StageRunner, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
+from axo.launch import meet_in_a_file
 from axo.nn.context import check_kind
 from axo.nn.layer import is_parallel, refuse_context
 from axo.optim.checks import check_update
@@ -205,7 +206,12 @@ class AxoStrategy(DDPStrategy):
     @property
     def row_parts(self) -> int:
         """Parts that batches are cut into: Gz * Gdata / context; with Tesseract Gx * Gz * Gdata."""
-        return self.arrangement.row_parts(self.grid) // self.context
+        return self.data_ranks // self.context
+
+    @property
+    def data_ranks(self) -> int:
+        """Gz * Gdata; with Tesseract Gx * Gz * Gdata."""
+        return self.arrangement.row_parts(self.grid)
 
     @property
     def world_size(self) -> int:
@@ -255,6 +261,10 @@ class AxoStrategy(DDPStrategy):
 
     # --- launch -------------------------------------------------------------------------------------------------
 
+    def _configure_launcher(self) -> None:
+        meet_in_a_file(self.cluster_environment, self._num_nodes)
+        super()._configure_launcher()
+
     def _setup_distributed(self) -> None:
         if self.comms is not None:
             return
@@ -276,7 +286,7 @@ class AxoStrategy(DDPStrategy):
         data_ranks.sync_metrics(self.comms)
         scaler = getattr(self.precision, "scaler", None)
         if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, axo.GradScaler):
-            self.precision.scaler = _agreeing(scaler, self.comms)  # type: ignore[attr-defined]
+            self.precision.scaler = agreeing(scaler, self.comms)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
         if self.comms is not None:
@@ -391,7 +401,7 @@ class AxoStrategy(DDPStrategy):
         """
         check_update(optimizer, "AxoStrategy")
         if self.offload is not None and self.offload.optimizer:
-            optimizer = _offloaded(optimizer, self.offload)
+            optimizer = offloaded(optimizer, self.offload)
         return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -477,6 +487,7 @@ class AxoStrategy(DDPStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Whole tensors on rank 0, nothing elsewhere. Every rank must call it."""
+        all_call(self.comms, "fabric.save() or trainer.save_checkpoint()")
         keep = whole_checkpoint.keep_all if self.is_global_zero else None
         return whole_checkpoint.module_state(module, keep, stages=self._stages)
 
@@ -505,6 +516,7 @@ class AxoStrategy(DDPStrategy):
         if storage_options is not None or not whole_checkpoint.is_file_of_torch(path, self.checkpoint_io):
             super().save_checkpoint(path, state, storage_options, filter)  # which gathers by the two functions above
             return
+        all_call(self.comms, "fabric.save()")
         whole_checkpoint.save(path, state, filter or {}, writes=self.is_global_zero, stages=self._stages)
 
     def load_checkpoint(
@@ -544,35 +556,12 @@ class _NoSync(_BackwardSyncControl):
         return axo.no_sync(module) if enabled and stages_of(module) is None else nullcontext()
 
 
-def _offloaded(optimizer: Optimizer, offload: axo.Offload) -> Optimizer:
-    """The same AdamW, with its state on the lower tier.
-
-    Raises:
-        ValueError: It is another optimizer.
-    """
-    if type(optimizer) is not torch.optim.AdamW or optimizer.defaults["amsgrad"]:
-        raise ValueError(
-            f"AxoStrategy: offload.optimizer is of torch.optim.AdamW without amsgrad, and this is a"
-            f" {type(optimizer).__qualname__}; use AdamW, or Offload(optimizer=False)"
-        )
-    settings = ("lr", "betas", "eps", "weight_decay", "maximize")
-    groups = [{name: group[name] for name in ("params", *settings)} for group in optimizer.param_groups]
-    return offload.adamw(groups, **{name: optimizer.defaults[name] for name in settings})
-
-
 def _cut_tokens(comms: Communicators, module: nn.Module, inputs: Any) -> Any:
     return cut_sequence(inputs[0], comms), *inputs[1:]
 
 
 def _gather_unless_training(head: Any, model: nn.Module, inputs: Any) -> None:
     head.gather_output = not model.training  # whoever evaluates or generates wants whole logits
-
-
-def _agreeing(scaler: torch.amp.GradScaler, comms: Communicators) -> axo.GradScaler:
-    """A gradient scaler of the same settings that skips a step on all ranks or on none."""
-    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-    settings: dict[str, Any] = {name: getattr(scaler, f"_{name}") for name in names}
-    return axo.GradScaler(scaler._device, enabled=scaler.is_enabled(), comms=comms, **settings)
 
 
 def register(make: Callable[[], AxoStrategy]) -> None:

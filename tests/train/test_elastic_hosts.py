@@ -1,0 +1,201 @@
+"""axo train --elastic --hosts: hosts are lost, the run goes on from other hosts' memory; losses are serial training's.
+
+Hosts share no /dev/shm, process or parent, and each has a folder of its own for the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts import Hosts, available
+from tests.train.test_train import text
+
+__all__ = ["text"]  # a fixture
+pytestmark = pytest.mark.hosts
+WHY_NOT = available()
+if WHY_NOT:
+    pytest.skip(f"no hosts can be made here: {WHY_NOT}", allow_module_level=True)
+
+START_S = 240  # to import torch on a busy machine
+NOT_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# axo train whose steps take a while, so that a host is lost between them; AHEAD: by how many seconds its clock is.
+PROGRAM = """
+import os, sys, time
+from axo.train import loop
+step, clock, ahead = loop.Trainer.step, time.time, float(os.environ.get("AHEAD", "0"))
+def slow(self, index):
+    time.sleep(float(os.environ["STEP_S"]))
+    return step(self, index)
+loop.Trainer.step, time.time = slow, lambda: clock() + ahead
+from axo.cli.main import main
+main()
+"""
+
+
+class Run:
+    """A run on all of ``hosts``: a launcher on each, which can be started again where it was lost."""
+
+    def __init__(
+        self, hosts: Hosts, folder: Path, text: str, *options: str, step: float = 0.1, of_last: tuple[str, ...] = ()
+    ) -> None:
+        self.hosts, self.folder, self.environment = hosts, folder, {"STEP_S": str(step), "AXO_SECRET": "s" * 32}
+        self.usual = {
+            "--data": text, "--grid": "2x1x2x1", "--elastic": "2:4", "--copy-every": "3", "--steps": "24",
+            "--batch-size": "12", "--seq-len": "32", "--precision": "32-true", "--model-override": "n_layer=1",
+            "--hosts": ",".join(host.address for host in hosts),
+        }  # fmt: skip
+        self.usual |= dict(zip(options[::2], options[1::2], strict=True)) | {"--out": str(folder / "out")}
+        (folder / "out").mkdir()
+        for host in hosts:
+            host.run("mount", "-t", "tmpfs", "tmpfs", str(folder / "out"))
+        self.processes = [self.start(number) for number in range(len(hosts) - 1)]
+        self.processes.append(self.start(len(hosts) - 1, *of_last))
+
+    def start(self, number: int, *options: str, **other: str) -> Any:
+        """The command on one host, also where it was lost."""
+        usual = self.usual | dict(zip(options[::2], options[1::2], strict=True))
+        words = [word for option in usual.items() for word in option] + ["--compare-serial"]
+        without = [word for name in NOT_TORCHRUN for word in ("-u", name)]
+        command = ["env", *without, sys.executable, "-c", PROGRAM, "train", *words]
+        only = Hosts.start(self.hosts, command, 1, f"{number}-", [number], **self.environment, **other)
+        return only[0]
+
+    def inside(self, number: int, path: Path | str) -> Path:
+        """A path of a host, as this process sees it."""
+        return Path(f"/proc/{self.hosts[number]._inside.pid}/root{path}")
+
+    def log(self, number: int) -> list[dict[str, Any]]:
+        path = self.inside(number, self.folder / "out" / "log.jsonl")
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def output(self, number: int) -> str:
+        return self.hosts.output(number, f"{number}-")
+
+    def wait_for_step(self, number: int, step: int, seconds: float = START_S) -> None:
+        """Until the log of a host has this step."""
+        end = time.monotonic() + seconds
+        while not any(line["kind"] == "step" and line["step"] >= step for line in self.log(number)):
+            if time.monotonic() > end or self.processes[number].poll() is not None:
+                raise AssertionError(f"no step {step}:\n" + "\n".join(map(self.output, range(len(self.hosts)))))
+            time.sleep(0.02)
+
+    def recovery(self, number: int, since: float) -> tuple[dict[str, float], int]:
+        """Seconds of each part of the first recovery after a fault, in the log of this host; its first step."""
+        end = time.monotonic() + START_S
+        while not (later := [line for line in self.log(number) if line.get("noticed", 0) > since]):
+            assert time.monotonic() < end, "\n".join(map(self.output, range(len(self.hosts))))
+            time.sleep(0.02)
+        return {"detect": later[0]["noticed"] - since, **later[0]["seconds"]}, later[0]["start"]
+
+    def end(self, *numbers: int, seconds: float = START_S) -> list[int]:
+        """Exit codes of the launchers on these hosts, when they have ended."""
+        end = time.monotonic() + seconds
+        while any(self.processes[number].poll() is None for number in numbers):
+            if time.monotonic() > end:
+                raise AssertionError("no end:\n" + "\n".join(map(self.output, range(len(self.hosts)))))
+            time.sleep(0.05)
+        return [self.processes[number].returncode for number in numbers]
+
+
+def of_kind(log: list[dict[str, Any]], kind: str, key: str) -> list[Any]:
+    return [line[key] for line in log if line["kind"] == kind]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_host_costs_a_few_steps_and_no_file(lost: int, text: str, tmp_path: Path) -> None:
+    """The host of rank 0, which opened the store and wrote the log, or the other."""
+    with Hosts(2) as hosts:
+        run, left = Run(hosts, tmp_path, text), 1 - lost
+        run.wait_for_step(0, 8)
+        since = time.monotonic()
+        hosts[lost].lose_power()
+        assert run.end(left) == [0], run.output(left)
+        output, (took, start) = run.output(left), run.recovery(left, since)
+        assert "over 24 steps (limit 1e-4): ok" in output, output
+        assert f"host {hosts[lost].address} is lost; goes on with 2 ranks on grid" in output, output
+        print(f"\nhost {lost} lost: {sum(took.values()):.2f} s, {took}, goes on from {start}")
+        assert of_kind(run.log(left), "step", "step")[-1] == 23 and start >= 3
+        assert not os.listdir(run.inside(left, "/dev/shm"))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_that_comes_back_gets_ranks_when_that_is_told(lost: int, text: str, tmp_path: Path) -> None:
+    """It brings nothing: what it lacks of the newest copy comes from the other. Clocks are an hour apart."""
+    with Hosts(2) as hosts:
+        run, left = Run(hosts, tmp_path, text, "--steps", "200", step=0.2), 1 - lost
+        run.wait_for_step(0, 4)
+        hosts[lost].lose_power()
+        run.recovery(left, 0)
+        hosts[lost].put_cable_back()
+        hosts[lost].run("umount", str(tmp_path / "out"))
+        hosts[lost].run("mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "out"))
+        run.processes[lost] = run.start(lost, AHEAD="3600")
+        time.sleep(START_S / 8)
+        run.inside(left, tmp_path / "out" / "ranks").write_text("4")
+        assert run.end(0, 1) == [0, 0], (run.output(0), run.output(1))
+        assert "out/ranks said so; goes on with 4 ranks on grid 2x1x2x1" in run.output(0).replace("\n", "")
+        assert "over 200 steps (limit 1e-4): ok" in run.output(0), run.output(0)
+        assert of_kind(run.log(0), "header", "grid")[-1] == "2x1x2x1"
+
+
+def test_a_rank_that_dies_leaves_its_host_in_the_run(text: str, tmp_path: Path) -> None:
+    with Hosts(2) as hosts:
+        run = Run(hosts, tmp_path, text)
+        run.wait_for_step(0, 8)
+        parents = {pid: Path(f"/proc/{pid}/stat").read_text().split()[3] for pid in hosts[1].processes()}
+        os.kill(max(pid for pid, parent in parents.items() if int(parent) in parents), signal.SIGKILL)
+        assert run.end(0, 1) == [0, 0], (run.output(0), run.output(1))
+        assert re.search(r"rank [23] was killed by SIGKILL.*; goes on with 3 ranks on grid 1x1x3x1", run.output(0))
+        assert "over 24 steps (limit 1e-4): ok" in run.output(0), run.output(0)
+
+
+def test_what_hosts_cannot_agree_on_ends_all_of_them(text: str, tmp_path: Path) -> None:
+    """Other options on one host."""
+    with Hosts(2) as hosts:
+        run = Run(hosts, tmp_path, text, of_last=("--lr", "0.1"))
+        assert run.end(0, 1) == [2, 2], (run.output(0), run.output(1))
+        for number in range(2):
+            assert "have different options; give each the same" in run.output(number).replace("\n", " ")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("count", "elastic"), [(2, "2:4"), (4, "1:4")])
+def test_hosts_are_lost_one_after_another(count: int, elastic: str, text: str, tmp_path: Path) -> None:
+    """Down to one, each at a random moment of a random step; every run ends with the losses of serial training."""
+    draw, every, lost_steps = random.Random(count), [], []
+    for trial in range(int(os.environ.get("AXO_ELASTIC_RUNS", "10"))):
+        (folder := tmp_path / str(trial)).mkdir()
+        with Hosts(count) as hosts:
+            run, left, step = (
+                Run(hosts, folder, text, "--elastic", elastic, "--steps", str(30 * count)),
+                [*range(count)],
+                0,
+            )
+            for lost in draw.sample(left, count - 1):
+                run.wait_for_step(min(left), step + draw.randint(5, 14))
+                time.sleep(draw.uniform(0, 0.2))
+                since, step = time.monotonic(), of_kind(run.log(min(left)), "step", "step")[-1]
+                hosts[lost].lose_power()
+                left.remove(lost)
+                took, start = run.recovery(min(left), since)
+                every.append(took)
+                lost_steps.append(step + 1 - start)
+                print("\nrecovery", json.dumps({"hosts": count, "lost": lost_steps[-1], **took}), flush=True)
+            assert run.end(*left) == [0], run.output(left[0])
+            assert f"over {30 * count} steps (limit 1e-4): ok" in run.output(left[0]), run.output(left[0])
+    medians = {part: round(statistics.median(took[part] for took in every), 2) for part in every[0]}
+    total = statistics.median(sum(took.values()) for took in every)
+    print(f"\n{len(every)} hosts of {count} each lost: {total:.2f} s, medians: {medians}, steps: {lost_steps}")
+    assert total < 10 and max(lost_steps) <= 2 * 3

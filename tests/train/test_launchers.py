@@ -1,0 +1,195 @@
+"""The launchers of several hosts agree: who leads, who is waited for, who is not believed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from axo.comm import secret
+from axo.errors import Timeout
+from axo.grid import Grid
+from axo.train import TrainConfig, elastic, launchers
+from axo.train.launchers import Launchers, places_of
+
+Made = list[Launchers]
+
+
+@pytest.fixture
+def three(monkeypatch: Any) -> Iterator[Made]:
+    """Launchers of one machine that play those of three hosts."""
+    monkeypatch.setenv("AXO_SECRET", "s" * 32)
+    sockets = [socket.create_server(("127.0.0.1", 0), backlog=64) for _ in range(3)]
+    hosts = ",".join(f"127.0.0.1:{each.getsockname()[1]}" for each in sockets)
+    numbered = iter(enumerate(sockets))
+    monkeypatch.setattr(Launchers, "_listen", lambda self, hosts: next(numbered))
+    yield [Launchers(hosts) for _ in sockets]
+    for each in sockets:
+        each.close()
+
+
+def agree(*launchers: Launchers, ran: bool = False, apart: float = 0.0) -> dict[int, Any]:
+    """What each decides, where each begins so many seconds after the one before."""
+    decided: dict[int, Any] = {}
+
+    def of(each: Launchers) -> None:
+        said = {"ran": ran, "is": each.own}
+        decided[each.own] = each.agree(said, lambda said: {"of": each.own, "is": [one["is"] for one in said.values()]})
+
+    threads = [threading.Thread(target=of, args=(each,)) for each in launchers]
+    for thread in threads:
+        thread.start()
+        time.sleep(apart)
+    for thread in threads:
+        thread.join(60)
+    return decided
+
+
+def all_say(hosts: Iterable[int]) -> dict[int, Any]:
+    return {each: {"of": min(hosts), "is": list(hosts)} for each in hosts}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("apart", [0.0, 1.0])
+def test_the_lowest_host_decides_for_all(three: Made, order: tuple[int, ...], apart: float) -> None:
+    assert agree(*(three[i] for i in order), apart=apart) == all_say(range(3))
+    assert agree(*three, ran=True) == all_say(range(3))  # again
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_a_launcher_that_has_ended_is_not_waited_for(three: Made, lost: int) -> None:
+    left = [each for each in three if each.own != lost]
+    three[lost]._listener.close()
+    began, own = time.monotonic(), [each.own for each in left]
+    assert agree(*left, ran=True) == all_say(own)
+    assert time.monotonic() - began < 5
+
+
+def test_a_host_that_is_there_is_waited_for(three: Made) -> None:
+    decided = agree(*three, ran=True, apart=1.5)
+    assert decided == all_say(range(3))
+
+
+def test_a_host_that_comes_again_waits_for_those_that_run(three: Made) -> None:
+    """It is the lowest, and leads, as whoever leads needs to know nothing."""
+    three[2]._listener.close()
+    decided: dict[str, Any] = {}
+    fresh = threading.Thread(target=lambda: decided.update(agree(three[0])))
+    fresh.start()
+    time.sleep(1.5)
+    assert not decided
+    decided |= {str(key): value for key, value in agree(three[1], ran=True).items()}
+    fresh.join(30)
+    assert decided == {"1": {"of": 0, "is": [0, 1]}, 0: {"of": 0, "is": [0, 1]}}
+
+
+def test_strangers_are_not_heard(three: Made) -> None:
+    """One is silent, one sends what is no message, one a message that is not sealed, or sealed for another word."""
+    strangers = []
+    said = '{"host": 1, "ran": true, "is": "a stranger", "word": "w"}'
+    for text in (b"", b"\xff\n", b"[]\n", said.encode() + b"\n", secret.sealed(said, "another word").encode() + b"\n"):
+        strangers.append(stranger := socket.create_connection(three[0].places[0]))
+        stranger.sendall(text)
+    assert agree(*three) == all_say(range(3))
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_host_that_was_not_started_is_named(three: Made, monkeypatch: Any) -> None:
+    monkeypatch.setattr(launchers, "_START_S", 1.0)
+    for each in three[1:]:
+        each._listener.close()
+    with pytest.raises(
+        Timeout, match=r"hosts: 127\.0\.0\.1, 127\.0\.0\.1 did not come within 1 s; start it there, too"
+    ):
+        three[0].agree({"ran": False}, lambda said: {})
+
+
+def test_which_host_this_is_and_what_is_no_list(monkeypatch: Any) -> None:
+    assert places_of("a,[fd77::1]:5,b:7") == [("a", launchers._PORT), ("fd77::1", 5), ("b", 7)]
+    for wrong in ("", "a,,b", "a,a", "a:b", "a:99999", "fd77::1"):
+        with pytest.raises(ValueError, match=r"is not HOST\[:PORT\],\.\.\. with each host once"):
+            places_of(wrong)
+    with pytest.raises(ValueError, match="none of them is this host"):
+        Launchers("192.0.2.1,nowhere.invalid")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first = Launchers(f"192.0.2.1,127.0.0.1:{port}")
+    assert first.own == 1 and first.meeting_place()[0] == "127.0.0.1"
+    with pytest.raises(ValueError, match=f"another program listens at 127.0.0.1:{port}, such as another run"):
+        Launchers(f"192.0.2.1,127.0.0.1:{port}")
+    first._listener.close()
+
+
+# --- what is decided --------------------------------------------------------------------------------------------------
+
+
+def decision(elastic_: str, heard: dict[int, dict[str, Any]], hosts: int = 4) -> dict[str, Any]:
+    """What a leader of a run of four ranks decides, of which each host had its share."""
+    config = TrainConfig(grid=Grid(2, 1, 2, 1), batch_size=12, elastic=elastic_, out="run")
+    names = SimpleNamespace(own=0, places=[(f"h{i}", 1) for i in range(hosts)], meeting_place=lambda: ("h0", 5))
+    copies = elastic.StateCopies("/dev/shm/copies", config, partial(elastic.nearest, config))
+    launches = elastic.Launches(copies, cast(Launchers, names))
+    usual = launches._said | {"ran": True, "hosts": list(range(hosts)), "copies": {}, "signal": 0}
+    return launches._decide({host: usual | each for host, each in heard.items()})
+
+
+def held(*files: int, step: int = 3, checksum: str = "c") -> dict[str, Any]:
+    """A copy of four ranks' files, of which a host has these."""
+    return {f"step-{step:08d}": ["run", checksum, {str(rank): int(rank in files) for rank in range(4)}]}
+
+
+def test_ranks_of_a_lost_host_and_dead_ones_are_missing() -> None:
+    plan = decision("2:4", {0: {}}, hosts=2)
+    assert plan["hosts"] == {"0": 2} and plan["why"] == "host h1 is lost" and plan["event"] == "recovered"
+    plan = decision("2:4", {0: {}, 1: {"ranks": 1, "why": "rank 3 was killed"}}, hosts=2)
+    assert plan["hosts"] == {"0": 2, "1": 1} and plan["why"] == "rank 3 was killed"
+    plan = decision("1:4", {1: {"ranks": 1}, 2: {"ranks": 0, "why": "rank 2 was killed"}, 3: {"ranks": 0}})
+    assert plan["hosts"] == {"1": 1} and plan["why"] == "host h0 is lost; rank 2 was killed"  # the others wait
+
+
+def test_a_host_that_is_back_has_ranks_where_they_are_asked_for() -> None:
+    fresh = {"ran": False, "hosts": []}
+    plan = decision("2:4", {0: {"hosts": [0], "asked": 4}, 1: fresh}, hosts=2)
+    assert plan["hosts"] == {"0": 2, "1": 2} and plan["event"] == "resized" and plan["why"] == "run/ranks said so"
+    plan = decision("2:4", {0: {"hosts": [0], "asked": 4}}, hosts=2)
+    assert plan["hosts"] == {"0": 2}  # nobody has come
+
+
+def test_the_newest_copy_that_hosts_have_together_is_gone_on_from() -> None:
+    """A host has the files of its rank and of the host before it."""
+    folder = "/dev/shm/copies"
+    plan = decision("1:4", {0: {"copies": held(0, 3)}, 2: {"copies": held(2, 1)}})
+    assert plan["resume"] == f"{folder}/step-00000003" and plan["run"] == "run"
+    later = held(0, 3) | held(0, 3, step=6)  # complete on one host alone
+    assert decision("1:4", {0: {"copies": later}, 2: {"copies": held(2, 1)}})["resume"] == f"{folder}/step-00000003"
+    other = held(0, 3, step=6) | held(0, 3)  # of another start
+    plan = decision("1:4", {0: {"copies": other}, 2: {"copies": held(2, 1, step=6, checksum="d") | held(2, 1)}})
+    assert plan["resume"] == f"{folder}/step-00000003"
+
+
+@pytest.mark.parametrize(
+    ("elastic_", "heard", "message"),
+    [
+        ("1:4", {0: {"copies": held(0, 3)}, 3: {"copies": held(3, 2)}}, "had the only copies of some shards"),
+        ("3:4", {0: {}, 1: {}}, "h2 is lost; host h3 is lost; elastic=3:4 ends here: 2 ranks are left, and MIN is 3"),
+        ("1:4", {0: {}, 1: {"options": "others"}, 2: {}, 3: {}}, "hosts h0, h1, h2, h3 have different options"),
+        ("1:4", {0: {}, 1: {"failed": "loss is nan"}}, "loss is nan"),
+        ("1:4", {0: {"late": "rank 0: Timeout: all_reduce"}, 1: {}, 2: {}, 3: {}}, "rank 0: Timeout: all_reduce"),
+        ("1:4", {0: {"signal": 15}, 1: {}, 2: {}, 3: {}}, "a host was ended by SIGTERM"),
+    ],
+)  # fmt: skip
+def test_what_ends_a_run(elastic_: str, heard: dict[int, Any], message: str) -> None:
+    assert message in decision(elastic_, heard)["failed"]
+
+
+def test_hosts_that_lost_each_other_for_a_while_go_on() -> None:
+    late = {"late": "rank 0: PeerLost: rank 2 is lost: its host (ranks 2, 3) has answered nothing for 5 s"}
+    plan = decision("2:4", {0: late, 1: late}, hosts=2)
+    assert plan["hosts"] == {"0": 2, "1": 2} and plan["why"] == "hosts lost each other"
