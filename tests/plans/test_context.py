@@ -171,6 +171,9 @@ def mistakes():
         axo.parallelize(GPT(Config(**{**NEOX, "n_embd": 48, "n_head": 3})), comms, context="heads")
     with pytest.raises(axo.Refused, match="context=2 is not known of this model"):
         axo.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4)), comms, plan="auto")
+    bloom = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)  # whose code adds ALiBi itself
+    with pytest.raises(axo.Refused, match=r"in a model of your own call axo\.nn\.attention, which takes"):
+        axo.parallelize(transformers.BloomForCausalLM(bloom), comms, plan="auto")
     with pytest.raises(axo.Refused, match="in a context is not supported; use 0"):
         config = transformers.LlamaConfig(**HF, attention_dropout=0.1)
         axo.parallelize(transformers.LlamaForCausalLM(config), comms, plan="auto")

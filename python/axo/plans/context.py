@@ -48,7 +48,8 @@ def check(model: nn.Module, kind: str, ranks: int, x: int) -> None:
     if not _is_litgpt(model) and getattr(config, "model_type", "") not in FAMILIES:
         raise Refused(
             f"{owner}: context={ranks} is not known of this model: it is of litgpt.GPT, and of transformers' families"
-            f" {', '.join(FAMILIES)}; in a model of your own call axo.nn.attention, and make its layers by hand"
+            f" {', '.join(FAMILIES)}; in a model of your own call axo.nn.attention, which takes windows and ALiBi too,"
+            " and make its layers by hand"
         )
     assert config is not None
     check_kind(owner, kind, _own(config))
