@@ -22,6 +22,7 @@ MISTAKES = {
     "curves": ("--grids 7", "grid '7' is not of the form XxYxZxDATA"),
     "device": ("--bogus", "unrecognized arguments: --bogus"),
     "exam": ("--bogus", "unrecognized arguments: --bogus"),
+    "experts": ("--rows 3", "--rows, --rounds and --limit are above 0, and --rows a multiple of 4"),
     "gemm": ("--sizes 0", "--sizes '0' is not a whole number of at least 1"),
     "gpu": ("--seconds 1", "--seconds 1 is too short for any result; use at least 60"),
     "gpu_step": ("--rounds x", "argument --rounds: invalid int value: 'x'"),

@@ -47,6 +47,7 @@ NOT_RUN = {
     r"bench\.tools\.bare_run": "wants root and minutes; tests/bench/test_bare_run.py has its parts",
     r" out/(final|step-)": "goes on from a run of the reader's; tests/integrations/litgpt/test_checkpoints.py does it",
     r"train\.py|PID|axo-flight": "names a program, process or files of the reader's; tests/comm/test_flight.py has all",
+    r"DeepSeek-V3/config\.json": "wants a file of Hugging Face's; tests/dryrun/test_experts.py reads its like",
     r"--live OUT": "reads a run of the reader's; tests/train/test_slow.py has one",
     r"examples\.(vit|memorization)": "takes minutes; tests/examples runs it with -m soak",
 }

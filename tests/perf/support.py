@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from axo.grid import Coords, Grid
 from axo.matmul import cost
+from axo.perf.layers import RoutingKind
 from axo.perf.run_options import RunOptions
 from axo.perf.workload import Workload
 
@@ -22,7 +23,7 @@ def step_calls(workload: Workload, grid: Grid, run: RunOptions, coords: Coords =
                 issued = layer.calls(grid, rows, run, recompute=block.reruns(run), gathers=gathers, coords=coords)
                 if layer is block.unsummed(grid, run):
                     issued = [one for one in issued if (one.phase, one.op) != (cost.RECOMPUTE, "reduce_scatter")]
-                calls += layer.experts * issued
+                calls += (1 if isinstance(layer, RoutingKind) else layer.mine) * issued
     return in_buckets(calls, run.bucket_bytes)
 
 

@@ -176,7 +176,10 @@ def test_hugging_face_and_litgpt_agree(tmp_path: Path) -> None:
     assert mine.seq_length == 2048 and readers.read(str(path), seq_length=4096).seq_length == 4096
     for changes, message in (
         ({"kv_lora_rank": 512}, "kv_lora_rank=512 is no field of transformers' llama, which would build another model"),
-        ({"model_type": "deepseek_v2", "num_hidden_layers": 1}, "latent or gated attention is not modelled"),
+        (
+            {"model_type": "deepseek_v2", "num_hidden_layers": 1, "q_lora_rank": None},
+            "gated attention, and a latent one of keys alone, are not modelled",
+        ),
         (
             {"model_type": "jamba", "num_hidden_layers": 1},
             r"model_type='jamba' is not one attention and an MLP",

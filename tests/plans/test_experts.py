@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import axo
 from axo.matmul import cost
-from axo.nn.experts import busiest, spread_experts
+from axo.nn.experts import _Transfer, busiest, spread_experts
 from axo.nn.layer import refuse_context
 from tests.gpt import LLAMA, batch
 from tests.launcher import run_ranks
@@ -121,7 +121,7 @@ def counted(cases):
             mine = chosen.view(experts, -1)[comms.experts.rank].tolist()
             calls = [*mlp.gate.cost(rows // 2 * comms.grid.z), cost.Call("", "all_reduce", "y", rows // 2 * 8, 4, "")]
             calls = [call for call in calls if comms.grid.size(call.axis) > 1]
-            calls += cost.experts(rows, x.shape[-1], 8, axis=axis, received=sum(mine))
+            calls += cost.experts(rows, x.shape[-1], 8, ranks=experts, axis=axis, received=sum(mine))
             for number, count in enumerate(mine):
                 expert = mlp.experts[len(mine) * comms.experts.rank + number]
                 for layer in (expert.fc_1, expert.fc_2, expert.proj):
@@ -264,6 +264,47 @@ def refusals():
 
 def test_refusals():
     run_ranks(refusals, 2)
+
+
+def one_half_behind_the_other():
+    """Order: both halves are on their way before an expert is called, what the first gave before those of the second
+    are; backward likewise. Bits: as where all rows go at once."""
+    with axo.connect("1x1x2x1", experts=2) as comms:
+        both, calls = [], []
+        for whole in (False, True):
+            model = axo.parallelize(serial_model("olmoe"), comms)
+            (spread,) = spread_experts(model)[:1]
+            assert [len(half) for half in spread._halves] == [2, 2]
+            if whole:
+                for each in spread_experts(model):
+                    each._halves, each.order = [range(4)], list(range(8))
+                    each._place = torch.arange(8)
+            mlp = model.transformer.h[0].mlp
+            x = torch.randn(1, 9, LLAMA["n_embd"], generator=torch.Generator().manual_seed(comms.rank)).requires_grad_()
+            with pytest.MonkeyPatch.context() as patch:
+                plain, wait = _Transfer._start, _Transfer.wait
+                patch.setattr(_Transfer, "_start", lambda *args, plain=plain: (calls.append("start"), plain(*args))[1])
+                patch.setattr(_Transfer, "wait", lambda one, wait=wait: (calls.append("wait"), wait(one))[1])
+                for number, expert in enumerate(spread._mine):
+                    expert.register_forward_hook(lambda *_, number=number: calls.append(number))
+                    expert.register_full_backward_hook(lambda *_, number=number: calls.append(-number - 1))
+                output = mlp(x)
+                if not whole:
+                    order = ["start", "start", "wait", 0, 1, "start", "wait", 2, 3, "start", "wait", "wait"]
+                    assert calls == order, calls
+                    calls.clear()
+                output.square().sum().backward()
+            if not whole:
+                products = [call for call in calls if call != "wait"]
+                assert products[:2] == ["start", "start"] and set(products[2:4]) == {-3, -4}, calls
+                assert products[4] == "start" and set(products[5:7]) == {-1, -2} and products[7:] == ["start"], calls
+                assert calls[2] == "wait" and "wait" in calls[calls.index("start", 2) :], calls
+            both.append([output, x.grad, *gradients_of(mlp).values()])
+        assert len(both[0]) > 10 and all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+
+
+def test_one_half_travels_behind_the_products_of_the_other():
+    run_ranks(one_half_behind_the_other, 2, timeout=60)
 
 
 HF = {

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _OF_A_STEP = (
     *("model", "model_overrides", "grid", "algorithm", "pipeline", "schedule", "cuts", "sequence_parallel", "context"),
-    *("context_kind", "seq_len", "accumulate", "chunked_loss", "precision", "recompute", "recompute_keeps", "zero"),
-    *("overlap", "gather_cache", "offload"),
+    *("context_kind", "experts", "seq_len", "accumulate", "chunked_loss", "precision", "recompute", "recompute_keeps"),
+    *("zero", "overlap", "gather_cache", "offload"),
 )
 
 

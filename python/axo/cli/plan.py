@@ -190,6 +190,9 @@ def plan(
     context: Annotated[
         int, typer.Option(help="Neighbours along z that share sequences; 0: as few as the batch needs.")
     ] = 1,
+    experts: Annotated[
+        int, typer.Option(help="Neighbours along z that hold other experts each; 0: as many as are fastest.")
+    ] = 1,
     explain: Annotated[str | None, typer.Option(help="Show one grid in detail: 2x2x2x1.")] = None,
     compare: Annotated[
         list[Path] | None, typer.Option(help="Compare plans that --json wrote; repeat for each file.")
@@ -216,14 +219,16 @@ def plan(
         raise ValueError(f"algorithm={algorithm!r} is not known; use {', '.join(planner.ALGORITHMS)} or all")
     request = asked.request(
         gpus, tokens=float(tokens_of(tokens, batch=False)), precision=precision, search=search,
-        algorithms=planner.ALGORITHMS if algorithm == "all" else (algorithm,), context=context,
+        algorithms=planner.ALGORITHMS if algorithm == "all" else (algorithm,), context=context, experts=experts,
     )  # fmt: skip
     if (outputs.plot or outputs.html) and algorithm != "axonn":
         raise ValueError(f"--plot and --html simulate a step of axonn; leave --algorithm {algorithm} out for them")
-    if (outputs.plot or outputs.html or explain) and context != 1:
-        raise ValueError(
-            "--plot, --html and --explain simulate a step of whole sequences; leave --context out for them"
-        )
+    for option, count, of in (
+        ("context", context, "whole sequences"),
+        ("experts", experts, "all experts on all ranks"),
+    ):
+        if (outputs.plot or outputs.html or explain) and count != 1:
+            raise ValueError(f"--plot, --html and --explain simulate a step of {of}; leave --{option} out for them")
     if (outputs.plot or outputs.html) and request.pipeline != (1,):
         raise ValueError("--plot and --html simulate a step of one grid; axo simulate --pipeline draws stages")
     wanted = None if explain is None else _grid(explain, gpus)

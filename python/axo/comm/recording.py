@@ -136,6 +136,7 @@ class RecordingCommunicator(Communicator):
         scale: float | None = None,
         written: bool = True,
     ) -> Any:
+        op = op.removesuffix("_v")  # of uneven parts
         if op not in _RECORDED:
             raise NotImplementedError(
                 f"{op}: a dry run does not record this operation; it knows {', '.join(_RECORDED)}"
@@ -242,12 +243,12 @@ class RecordingCommunicators(Communicators):
         issued: What this rank has sent so far, over all axes, in order.
     """
 
-    def __init__(self, grid: Grid, rank: int, stages: int = 1, context: int = 1) -> None:
+    def __init__(self, grid: Grid, rank: int, stages: int = 1, context: int = 1, experts: int = 1) -> None:
         self.issued: list[Issued] = []
         name = "world" if stages == 1 else "everyone"
         nobody = alone(name, torch.device("cpu"))
         everyone = self._part(nobody, 0, rank, grid.world_size * stages, name, name)
-        super().__init__(grid, rank, everyone, False, 1.0, stages=stages, context=context)
+        super().__init__(grid, rank, everyone, False, 1.0, stages=stages, context=context, experts=experts)
 
     def _split(self, of: Communicator, color: int, rank: int, size: int, name: str, axis: str) -> Communicator | None:
         if color < 0:
@@ -281,10 +282,12 @@ class RecordingCommunicators(Communicators):
             dist.destroy_process_group()
 
 
-def recording(grid: Grid | str, rank: int = 0, stages: int = 1, context: int = 1) -> RecordingCommunicators:
+def recording(
+    grid: Grid | str, rank: int = 0, stages: int = 1, context: int = 1, experts: int = 1
+) -> RecordingCommunicators:
     """The communicators of ``grid`` as ``rank`` would have them, without peers; with ``stages`` such grids in a row.
 
-    ``context``: neighbours along z that hold pieces of the same sequences.
+    ``context``: neighbours along z that hold pieces of the same sequences. ``experts``: those that hold other experts.
 
     Raises:
         ValueError: There is no such rank.
@@ -294,4 +297,4 @@ def recording(grid: Grid | str, rank: int = 0, stages: int = 1, context: int = 1
     if not 0 <= rank < ranks:
         of = parsed.in_stages(stages)
         raise ValueError(f"recording: rank {rank} is not one of the {ranks} ranks of grid {of}")
-    return RecordingCommunicators(parsed, rank, stages, context)
+    return RecordingCommunicators(parsed, rank, stages, context, experts)

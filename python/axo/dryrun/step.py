@@ -7,7 +7,9 @@ without memory), and ``axo.train``'s own step runs on them through Axo's engine,
 (``axo.comm.recording``). The second step counts: in the first the engine learns the order of gathers, and AdamW makes
 its moments.
 
-Not here: times; devices other than the CPU's paths of the engine; mixtures of experts, whose shapes depend on values.
+Tokens of a mixture go to its experts evenly: the shapes of a step depend on nothing else that only values say.
+
+Not here: times; devices other than the CPU's paths of the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -46,6 +48,7 @@ from axo.dryrun.memory import (
 )
 from axo.dryrun.shapes import Faking
 from axo.nn import loss
+from axo.nn.experts import SpreadExperts
 from axo.offload import activations
 from axo.overlap.events import TracedWork
 from axo.overlap.model import engines
@@ -95,16 +98,11 @@ def check(config: TrainConfig) -> None:
     """Refuse what a dry run cannot do.
 
     Raises:
-        ValueError: An option is wrong (:func:`axo.train.check.check_step`), or the model has experts.
+        ValueError: An option is wrong (:func:`axo.train.check.check_step`).
     """
-    model = check_step(config)
+    check_step(config)
     if config.ranks > MOST:
         raise ValueError(f"dryrun: {config.grid} has {config.ranks:,} ranks; a dry run knows grids of up to {MOST:,}")
-    if model.mlp_class_name == "LLaMAMoE":
-        raise ValueError(
-            f"dryrun: model {config.model!r} is a mixture of experts, where the shapes of a step depend on the tokens;"
-            " `axo plan` knows such models"
-        )
     if config.seq_len % (2 * config.context) and config.context > 1:
         raise ValueError(
             f"dryrun: seq-len={config.seq_len} does not divide into 2 x context={config.context} pieces, and a"
@@ -127,7 +125,7 @@ def run(config: TrainConfig, rank: int = 0) -> Record:
         ValueError: The model does not fit the grid, or a dry run cannot do it (:func:`check`).
     """
     check(config)
-    comms = recording(config.grid, rank, config.pipeline, config.context)
+    comms = recording(config.grid, rank, config.pipeline, config.context, config.experts)
     with warnings.catch_warnings(), _two_chunks_for_all():
         warnings.filterwarnings("ignore", message=".*data pointer.*", category=UserWarning)
         return _run(config, comms, fake=True)
@@ -144,7 +142,7 @@ def measure(config: TrainConfig, comms: Communicators | None = None, rank: int =
     Raises:
         ValueError: The model does not fit the grid.
     """
-    alone = recording(config.grid, rank, config.pipeline, config.context)
+    alone = recording(config.grid, rank, config.pipeline, config.context, config.experts)
     return _run(config, alone if comms is None else comms, fake=False)
 
 
@@ -155,7 +153,7 @@ def _run(config: TrainConfig, comms: Communicators, fake: bool) -> Record:
     alone = comms if isinstance(comms, RecordingCommunicators) else None
     issued = alone.issued if alone else []
     built = _build(config, comms, ledger, mode)
-    with alone.messages() if alone else _no_delay(), _receiving(ledger, mode):
+    with alone.messages() if alone else _no_delay(), _receiving(ledger, mode), routed_evenly(alone is not None):
         trainer = loop.Trainer(config, comms, batches=None, built=built)  # type: ignore[arg-type]
         trainer._loss_of = _watched(trainer._loss_of, ledger, "forward")  # type: ignore[method-assign]
         _step(trainer, ledger, mode)
@@ -179,6 +177,27 @@ def _two_chunks_for_all() -> AbstractContextManager[object]:
         return itertools.islice(plain(tensor, start), 2)  # at the second the first's temporaries are there too
 
     return mock.patch.object(loss, "_row_chunks", two)
+
+
+@contextmanager
+def routed_evenly(alone: bool) -> Iterator[None]:
+    """Let token after token choose the next experts, whatever the router says; ``alone``: so do all peers."""
+    call, count = SpreadExperts.__call__, SpreadExperts._counts
+
+    def routed(mixture: SpreadExperts, rows: torch.Tensor, weights: torch.Tensor, choices: torch.Tensor) -> Any:
+        even = torch.arange(choices.numel(), device=choices.device).view_as(choices)
+        return call(mixture, rows, weights, even % len(mixture.experts))
+
+    def counted(mixture: SpreadExperts, counts: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+        line, experts = mixture.comms.experts, len(mixture.experts)
+        if line.size > 1:
+            line.all_to_all(counts, torch.empty_like(counts))
+        going = [(rows + experts - 1 - number) // experts for number in range(experts)]
+        each = experts // line.size
+        return going, line.size * going[each * line.rank : each * (line.rank + 1)]
+
+    with mock.patch.multiple(SpreadExperts, __call__=routed, _counts=counted if alone else count):
+        yield
 
 
 def _no_delay() -> AbstractContextManager[object]:

@@ -462,6 +462,7 @@ def experts(
     hidden: int,
     count: int,
     *,
+    ranks: int,
     axis: str = "z",
     received: int | None = None,
     itemsize: int = 4,
@@ -473,17 +474,20 @@ def experts(
         rows: Choices of this rank: its tokens times the experts of each.
         hidden: Features on a rank, h/Gy.
         count: E, experts.
+        ranks: e, over which they are spread. A rank's own travel in two halves, if it has two.
         axis: As which ``comms.experts`` is counted: data where it reaches beyond z.
         received: Choices of all ranks that are of this rank's experts; None: as many as ``rows``, the even case.
         itemsize: Bytes an element of the dtype that experts compute in.
         recompute: The forward runs again before backward.
     """
-    received = rows if received is None else received
-    calls = list[Call]()
+    received, each, calls = rows if received is None else received, count // ranks, list[Call]()
     for phase in (FORWARD, RECOMPUTE) if recompute else (FORWARD,):
         calls.append(Call(phase, "all_to_all", axis, count, 8, RELAYOUT))
     for phase in (FORWARD, RECOMPUTE, BACKWARD) if recompute else (FORWARD, BACKWARD):
-        calls += [Call(phase, "all_to_all", axis, each * hidden, itemsize, RELAYOUT) for each in (rows, received)]
+        for all_rows in (rows, received):
+            later = all_rows * (each // 2) // each
+            halves = (all_rows - later, later) if each > 1 else (all_rows,)
+            calls += [Call(phase, "all_to_all", axis, half * hidden, itemsize, RELAYOUT) for half in halves]
     return calls
 
 

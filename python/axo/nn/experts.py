@@ -12,8 +12,10 @@ No row is dropped: the parts that travel are as long as what was chosen. Backwar
 gradient of an expert's weights is the sum over the tokens of all e ranks then, where that of another weight is of this
 rank's alone; so that both are averaged alike, what an expert gets of gradients is 1/e of what its outputs got.
 
-Not here: who chooses (a model's own router), overlap of the exchange with products. Source: GShard (arXiv:2006.16668),
-without its capacities.
+Rows travel in two halves: those of the first half of each rank's experts, then those of the second, so that an expert
+is called once. While one half computes, the other is on its way; backward too. With e = 1 nothing travels.
+
+Not here: who chooses (a model's own router). Source: GShard (arXiv:2006.16668), without its capacities.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class SpreadExperts:
         grad_reduce: Of their layers.
 
     Attributes:
+        order: The experts in the order in which their rows travel: the first half of each rank's, then the second.
         chosen: How many rows of this rank have gone to each expert since it was set to zero, but for passes that run
             again in backward: ``(E,)``, int64.
     """
@@ -47,9 +50,13 @@ class SpreadExperts:
     def __init__(self, experts: Sequence[nn.Module], comms: Communicators, grad_reduce: str) -> None:
         self.experts = list(experts)
         self.comms, self._mean = comms, grad_reduce == "mean"
-        each = len(self.experts) // comms.experts.size
+        ranks, each = comms.experts.size, len(self.experts) // comms.experts.size
         self._first = each * comms.experts.rank
         self._mine = self.experts[self._first : self._first + each]
+        middle = -(-each // 2) if ranks > 1 else each
+        self._halves = [half for half in (range(middle), range(middle, each)) if half]
+        self.order = [each * rank + number for half in self._halves for rank in range(ranks) for number in half]
+        self._place = torch.tensor(self.order, device=comms.device).argsort()
         self.chosen = torch.zeros(len(self.experts), dtype=torch.int64, device=comms.device)
 
     def __call__(self, rows: torch.Tensor, weights: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
@@ -62,34 +69,56 @@ class SpreadExperts:
             ``(m, h/Gy)``, in the dtype of ``rows``.
         """
         choices = choices.flatten()
-        order = choices.argsort(stable=True)
-        outputs = self.outputs(rows[order // weights.shape[1]], choices.bincount(minlength=len(self.experts)))
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return (weights.unsqueeze(-1) * outputs[back].view(*weights.shape, outputs.shape[-1])).sum(1).to(rows.dtype)
+        order = self._place[choices].argsort(stable=True)
+        counts = torch.zeros_like(self.chosen).scatter_add_(0, choices, torch.ones_like(choices))
+        outputs = self.outputs(rows.index_select(0, order // weights.shape[1]), counts).index_select(0, _inverse(order))
+        return (weights.unsqueeze(-1) * outputs.view(*weights.shape, outputs.shape[-1])).sum(1).to(rows.dtype)
 
     def outputs(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """What the experts give of ``rows``, those of the first expert first: ``counts[i]`` rows are of expert i.
+        """What the experts give of ``rows``, by ``order``: ``counts[i]`` rows are of expert i.
 
         Shapes (n, h/Gy) and (E,) -> (n, h/Gy); in the dtype of autocast.
         """
-        line, each = self.comms.experts, len(self._mine)
         if not in_backward():
             self.chosen += counts
-        arriving = line.all_to_all(counts, torch.empty_like(counts))
-        sent, received = counts.view(-1, each).sum(1).tolist(), arriving.view(-1, each).sum(1).tolist()
+        line, each, rows = self.comms.experts, len(self._mine), rows.to(compute_dtype(rows))
+        going, coming = self._counts(counts, len(rows))
+        if line.size == 1:
+            return torch.cat([expert(part) for expert, part in zip(self._mine, rows.split(going), strict=True)])
         factor = line.size if self._mean else 1
-        rows = rows.to(compute_dtype(rows))
-        absent = [p for expert in self._absent() for p in expert.parameters() if p.requires_grad]
-        # The same on all ranks, whatever of the experts each holds: who has nothing to train sends gradients too.
-        trains = rows.requires_grad or any(p.requires_grad for expert in self.experts for p in expert.parameters())
-        rows = _Exchange.apply(rows, line, sent, received, factor, trains)
-        numbers = torch.arange(each, device=rows.device).repeat(line.size).repeat_interleave(arriving)
-        order = numbers.argsort(stable=True)  # by expert, and within one by the rank that it came from
-        parts = rows[order].split(arriving.view(-1, each).sum(0).tolist())
-        outputs = torch.cat([expert(part) for expert, part in zip(self._mine, parts, strict=True)])
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        returned: torch.Tensor = _Exchange.apply(outputs[back], line, received, sent, 1 / factor, trains, *absent)
-        return returned
+        there, back = list[_Transfer](), list[_Transfer]()
+        for half in self._halves:
+            sent, received = (
+                [sum(of[each * rank + number] for number in half) for rank in range(line.size)]
+                for of in (going, coming)
+            )
+            there.append(_Transfer(line, sent, received, factor))
+            back.append(_Transfer(line, received, sent, 1 / factor))
+        returning = list[torch.Tensor]()
+        for half, one, other, part in zip(self._halves, there, back, _Start.apply(there, rows), strict=True):
+            blocks = [coming[each * rank + number] for rank in range(line.size) for number in half]
+            arrived = _Finish.apply([one], 1, part)
+            returning += _Start.apply([other], self._on_mine(half, arrived, blocks))
+        absent = (p for expert in self._absent() for p in expert.parameters() if p.requires_grad)
+        outputs: torch.Tensor = _Finish.apply(back, len(back), *returning, *absent)
+        return outputs
+
+    def _counts(self, counts: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+        """How many of the ``rows`` go to each expert, and how many come from each rank for each of this rank's."""
+        if self.comms.experts.size == 1:
+            return counts.tolist(), []
+        coming = self.comms.experts.all_to_all(counts, torch.empty_like(counts))
+        both: list[list[int]] = torch.stack((counts, coming)).tolist()
+        return both[0], both[1]
+
+    def _on_mine(self, half: range, rows: torch.Tensor, blocks: list[int]) -> torch.Tensor:
+        """What these of this rank's experts give of ``rows``, which lie by rank, and of one rank by expert."""
+        ranks = len(blocks) // len(half)
+        numbers = torch.arange(len(half)).repeat(ranks).repeat_interleave(torch.tensor(blocks), output_size=len(rows))
+        order = numbers.to(rows.device).argsort(stable=True)  # by expert, and within one by the rank that it came from
+        parts = rows.index_select(0, order).split([sum(blocks[number :: len(half)]) for number in range(len(half))])
+        outputs = [self._mine[number](part) for number, part in zip(half, parts, strict=True)]
+        return torch.cat(outputs).index_select(0, _inverse(order))
 
     def take_counts(self) -> list[int]:
         """What ``chosen`` holds, which is zero from then on."""
@@ -114,7 +143,7 @@ class SpreadExperts:
 def spread_experts(model: nn.Module) -> list[SpreadExperts]:
     """The mixtures of a model whose experts lie on several ranks."""
     mixtures = (getattr(module, "spread_experts", None) for module in model.modules())
-    return [mixture for mixture in mixtures if isinstance(mixture, SpreadExperts)]
+    return [each for each in mixtures if isinstance(each, SpreadExperts) and each.comms.experts.size > 1]
 
 
 def busiest(rows: torch.Tensor, ranks: int) -> float:
@@ -128,38 +157,74 @@ def busiest(rows: torch.Tensor, ranks: int) -> float:
     return float((of_ranks.amax(1) / of_ranks.mean(1)).mean())
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows to other ranks and from them, ``sent`` and ``received`` of each; backward the other way, times ``factor``.
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
-    ``absent``: parameters of which this rank has nothing. They get nothing as their gradients, which optimizers and
-    checkpoints ask for on all ranks.
+
+class _Transfer:
+    """Rows to other ranks and from them, ``sent`` and ``received`` of each, one time each way.
+
+    Gradients go the other way, times ``factor``.
+    """
+
+    def __init__(self, line: Communicator, sent: list[int], received: list[int], factor: float) -> None:
+        self.line, self.sent, self.received, self.factor = line, sent, received, factor
+        self._work: Any = None  # what is on its way
+
+    def start(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send ``rows``; what comes, which is not to be touched before ``wait``."""
+        return self._start(rows, self.sent, self.received)
+
+    def start_back(self, grad: torch.Tensor) -> torch.Tensor:
+        """Send gradients of what came; a stand-in of their shape, until ``wait`` gives what comes."""
+        self._start(grad if self.factor == 1 else grad * self.factor, self.received, self.sent)
+        return grad.new_empty(()).expand_as(grad)
+
+    def _start(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        out = rows.new_empty(sum(received), rows.shape[1])
+        self._work = self.line.all_to_all(rows.contiguous(), out, async_op=True, send_counts=sent, recv_counts=received)
+        return out
+
+    def wait(self) -> torch.Tensor:
+        """What was on its way."""
+        out: torch.Tensor = self._work.wait()
+        self._work = None
+        return out
+
+
+class _Start(torch.autograd.Function):
+    """Rows, as many for each transfer as it sends, are on their way: what comes of each; backward waits for theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, transfers: list[_Transfer], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.transfers = transfers
+        parts = rows.split([sum(one.sent) for one in transfers])
+        return tuple(one.start(part) for one, part in zip(transfers, parts, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        refuse_create_graph("experts")
+        come = [one.wait() for one in ctx.transfers]
+        return None, torch.cat(come) if len(come) > 1 else come[0]
+
+
+class _Finish(torch.autograd.Function):
+    """The ``count`` parts that come by the transfers are there, one behind the other; backward sends their gradients.
+
+    Behind the parts stand parameters of which this rank has nothing. They get nothing as their gradients, which
+    optimizers and checkpoints ask for on all ranks, and let backward come here on all ranks if it does on one.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        line: Communicator,
-        sent: list[int],
-        received: list[int],
-        factor: float,
-        trains: bool,
-        *absent: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.line, ctx.sent, ctx.received, ctx.factor = line, sent, received, factor
-        ctx.trains, ctx.absent = trains, absent
-        return _exchanged(rows, line, sent, received)
+    def forward(ctx: Any, transfers: list[_Transfer], count: int, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.transfers, ctx.absent = transfers, parts[count:]
+        for one in transfers:
+            one.wait()
+        return torch.cat(parts[:count]) if count > 1 else parts[0].view_as(parts[0])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         refuse_create_graph("experts")
-        grad_rows = None
-        if ctx.trains:
-            grad_rows = _exchanged(grad if ctx.factor == 1 else grad * ctx.factor, ctx.line, ctx.received, ctx.sent)
-        return grad_rows, None, None, None, None, None, *map(torch.zeros_like, ctx.absent)
-
-
-def _exchanged(rows: torch.Tensor, line: Communicator, sent: list[int], received: list[int]) -> torch.Tensor:
-    out = rows.new_empty(sum(received), rows.shape[1])
-    line.all_to_all(rows.contiguous(), out, send_counts=sent, recv_counts=received)
-    return out
+        parts = grad.split([sum(one.received) for one in ctx.transfers])
+        grads = [one.start_back(part) for one, part in zip(ctx.transfers[::-1], parts[::-1], strict=True)]
+        return None, None, *grads[::-1], *map(torch.zeros_like, ctx.absent)

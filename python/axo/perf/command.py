@@ -58,7 +58,7 @@ def command_line(plan: GridPlan, candidate: Candidate) -> str:
     """Return the command of one candidate; of one that is left out, or that only the planner knows, an empty text."""
     asked, run, model, stages = plan.request, candidate.run, plan.request.workload, candidate.stages
     alone = candidate.algorithm == "axonn" and not model.trained_as
-    if candidate.time is None or not (model.trained_as or alone) or (alone and run.context > 1):
+    if candidate.time is None or not (model.trained_as or alone) or (alone and max(run.context, run.experts) > 1):
         return ""
     overlap = ",".join(name for name in OVERLAPS if name in run.overlap) or "none"
     pieces = run.micro_batches if stages is None and run.micro_batches > 1 else 0
@@ -96,6 +96,7 @@ def litgpt_line(plan: GridPlan, candidate: Candidate) -> str:
         f"ZeRO-{run.zero}": run.zero,
         "sequence parallelism": run.sequence_parallel,
         "groups of Muon": run.optimizer == "muon",
+        "experts over ranks": run.experts > 1,
         "context in stages": run.context > 1 and candidate.stages is not None,
         "dropped weights": grid.z > 1 and run.cached_gathers < 1,
         "a length beyond the model's": _longer(model),
@@ -133,7 +134,8 @@ def _saves_memory(run: RunOptions) -> Words:
 
 
 def _context(run: RunOptions) -> Words:
-    return {"--context": run.context if run.context > 1 else 0}
+    shared = {"--context": run.context, "--experts": run.experts}
+    return {option: ranks for option, ranks in shared.items() if ranks > 1}
 
 
 def _parallel(candidate: Candidate) -> Words:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from axo.perf.workload import Experts, Workload, gpt, sample_length
+from axo.perf.workload import Experts, Latent, Workload, gpt, sample_length
 
 if TYPE_CHECKING:
     from torch import nn
@@ -135,7 +135,8 @@ def _check_fields(known: Mapping[str, Any], fields: Mapping[str, Any], name: str
             raise ValueError(f"model {name!r}: {field}={value!r} is not a whole number of at least 1")
         if whole and value > _MOST:
             raise ValueError(f"model {name!r}: {field}={value!r} is more than any model has")
-        if _PARTS.search(field) and field not in known and whole and value > 0:
+        every = field.endswith("_freq") and value == 1  # layer is like that
+        if _PARTS.search(field) and field not in known and whole and value > 0 and not every:
             raise ValueError(
                 f"model {name!r}: {field}={value!r} is no field of transformers' {kind}, which would build another"
                 " model"
@@ -191,14 +192,17 @@ def _block(block: nn.Module, hidden: int, config: Any, owner: str) -> dict[str, 
     out = next((linear for path, linear in linears.items() if _OUT.search(path)), list(linears.values())[-1])
     queries = [linear for linear in linears.values() if linear is not out]
     heads = config.num_attention_heads
+    latent = _latent({path: _sizes(linear) for path, linear in linears.items()}, heads)
+    if latent is not None:
+        queries, widths = [], []
     head_size, rest = divmod(_sizes(out)[0], heads)
     qkv = sum(_sizes(linear)[1] for linear in queries)
     kv_heads, odd = divmod(qkv // max(1, head_size) - heads, 2)
     plain = all(_sizes(linear)[0] == hidden for linear in queries)
-    if rest or odd or kv_heads < 1 or not plain or qkv != (heads + 2 * kv_heads) * head_size:
+    if latent is None and (rest or odd or kv_heads < 1 or not plain or qkv != (heads + 2 * kv_heads) * head_size):
         raise ValueError(
             f"{owner} has an attention whose layers are not queries, keys and values of {heads} heads and an output;"
-            " latent or gated attention is not modelled"
+            " gated attention, and a latent one of keys alone, are not modelled"
         )
     norm_qk = "" if not widths else "heads" if widths[0] == head_size else "all"
     mlp = nn.ModuleDict({child: parts[child] for child in others}) if loose else parts[others[0]]
@@ -208,11 +212,21 @@ def _block(block: nn.Module, hidden: int, config: Any, owner: str) -> dict[str, 
     behind = both and sum(post) == 2
     vectors = len(list(parts[norms[0]].parameters())) if norms else 1
     return {
-        "heads": heads, "kv_heads": kv_heads, "head_size": head_size, "norm_qk": norm_qk, "bias": bias,
-        "qkv_bias": any(linear.bias is not None for linear in queries), "norms": len(norms) - 2 * behind,
+        "heads": heads, "kv_heads": heads if latent else kv_heads, "head_size": head_size, "norm_qk": norm_qk,
+        "latent": latent, "bias": bias, "qkv_bias": any(linear.bias is not None for linear in queries),
+        "norms": len(norms) - 2 * behind,
         "post_norms": (behind, behind), "norm": "layernorm" if vectors == 2 else "rmsnorm",
         "gated": gated, "intermediate": intermediate, "experts": experts,
     }  # fmt: skip
+
+
+def _latent(sizes: Mapping[str, tuple[int, int]], heads: int) -> Latent | None:
+    """DeepSeek's attention, by the sizes (in, out) of its layers; None: another."""
+    if not {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= set(sizes):
+        return None
+    keys, values = sizes["kv_b_proj"][0], sizes["o_proj"][0] // heads
+    rotary, plain = sizes["kv_a_proj_with_mqa"][1] - keys, sizes["kv_b_proj"][1] // heads - values
+    return Latent(sizes["q_a_proj"][1], keys, rotary, plain, values)
 
 
 def _leaves(module: Any, owner: str, experts: int = 0) -> tuple[dict[str, Any], list[int]]:

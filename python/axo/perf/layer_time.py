@@ -5,7 +5,8 @@ timed is what the engine issues), run at the bandwidth of equation (10) with the
 all-reduce where that is less.
 
 Tesseract multiplies q blocks a product: of its q steps of broadcasts and a product (2 q steps with reduces in backward)
-the first shows, and of the others what their products do not hide. Experts are layers one behind the other.
+the first shows, and of the others what their products do not hide. Experts are layers one behind the other; of the rows
+that travel to those of other ranks nothing hides.
 
 It does not know what overlaps what: ``axo.perf.model`` and ``axo.perf.simulator`` do.
 """
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from axo.grid import AXES, Grid
 from axo.matmul import cost
 from axo.perf.flops import newton_schulz_flops
-from axo.perf.layers import AttentionKind, Layer, LinearKind, seen
+from axo.perf.layers import AttentionKind, Layer, LinearKind, RoutingKind, seen
 from axo.perf.machine import Machine
 from axo.perf.run_options import RunOptions
 from axo.perf.workload import Block, Workload
@@ -40,13 +41,15 @@ STEPS_OF = {cost.FORWARD: "steps", cost.BACKWARD: "steps of backward"}
 class Network:
     """Times of collectives on one grid of one machine (bandwidth by equation (10), latency of rings and trees)."""
 
-    def __init__(self, machine: Machine, grid: Grid) -> None:
+    def __init__(self, machine: Machine, grid: Grid, spread: int = 1) -> None:
         self.axes = {}
         for axis in AXES:
-            ranks = grid.size(axis)
+            # Neighbours between which ``spread - 1`` are left out stand as far from each other as on this grid.
+            of = replace(grid, y=grid.y * spread, z=grid.z // spread) if axis == "z" else grid
+            ranks = of.size(axis)
             if ranks > 1:
-                ring, tree = machine.latency(grid, axis)
-                self.axes[axis] = (ranks, 1.0 / machine.bandwidth(grid, axis), ring, tree)
+                ring, tree = machine.latency(of, axis)
+                self.axes[axis] = (ranks, 1.0 / machine.bandwidth(of, axis), ring, tree)
         self.shared = {axis: machine.crosses_nodes(grid, axis) for axis in AXES}
 
     def seconds(self, op: str, axis: str, size: float, calls: float = 1.0) -> float:
@@ -170,10 +173,13 @@ def layer_cost(
     if isinstance(layer, AttentionKind):
         z = _exchange(calls, grid, run, machine, forward, input_grad)
         return LayerCost(forward, input_grad, weight_grad, again, 0.0, 0.0, 0.0, 0.0, SILENT, SILENT, z)
+    if isinstance(layer, RoutingKind):
+        z = _routing(calls, replace(grid, z=layer.spread), machine)
+        return LayerCost(forward, input_grad, weight_grad, again, 0.0, 0.0, 0.0, 0.0, SILENT, SILENT, z)
     sums = {axis: dict.fromkeys(("output", "blocking", "reduce", *STEPS_OF.values()), 0.0) for axis in "xy"}
     gather = scatter = reduced = reduces = 0.0
     for call in calls:
-        times = layer.experts * call.calls
+        times = layer.mine * call.calls
         if call.axis == "data":
             reduced, reduces = reduced + times * call.elements * call.itemsize, reduces + times
             continue
@@ -221,6 +227,19 @@ def _exchange(
     if run.selective:  # they are sent again, and attention does not run again
         return AxisCost(shown, sent[cost.FORWARD], blocking, 0.0, 0.0, hidden + behind, 0.0)
     return AxisCost(shown, shown, blocking, 0.0, 0.0, hidden + behind, hidden)
+
+
+def _routing(calls: list[cost.Call], ranks: Grid, machine: Machine) -> AxisCost:
+    """Rows to the experts of the z ranks of a grid and back: first those of the same node, then the others."""
+    near = min(ranks.z, max(1, machine.gpus_per_node // ranks.stride("z")))
+    links = [(near - 1, machine.bandwidth(replace(ranks, z=near), "z"), machine.latency_intra_us)] if near > 1 else []
+    links += [(ranks.z - near, machine.to_another_node, machine.latency_inter_us)] if near < ranks.z else []
+    sent = dict.fromkeys((cost.FORWARD, cost.BACKWARD), 0.0)
+    for call in calls:
+        size = call.elements * call.itemsize / ranks.z
+        sent[call.phase] += sum(peers * size / rate + 1e-6 * latency for peers, rate, latency in links)
+    forward, backward = sent.values()
+    return AxisCost(forward, forward, backward, 0.0, 0.0, 0.0, 0.0)
 
 
 def _shown_steps(sums: dict[str, dict[str, float]], phase: str, count: int, compute: float) -> float:
@@ -277,15 +296,15 @@ class Costs:
             value = self._values[key] = compute()
         return value  # type: ignore[no-any-return]
 
-    def network(self, grid: Grid) -> Network:
-        """The network of one grid."""
-        return self.once(grid, lambda: Network(self.machine, grid))
+    def network(self, grid: Grid, spread: int = 1) -> Network:
+        """The network of one grid; of the ``spread``-th neighbours along z alone, and of the other axes."""
+        return self.once((grid, spread), lambda: Network(self.machine, grid, spread))
 
     def layer(self, layer: Layer, grid: Grid, rows: int, run: RunOptions) -> LayerCost:
         """The cost of a layer; ``rows`` of one data-parallel group."""
         return self.once(
             (layer, grid.data > 1, *_where(grid, rows, run)),
-            lambda: layer_cost(layer, grid, rows, run, self.machine, self.network(grid), self.seq_length),
+            lambda: layer_cost(layer, grid, rows, run, self.machine, self.network(grid, layer.spread), self.seq_length),
         )
 
     def block(self, block: Block, grid: Grid, rows: int, run: RunOptions) -> BlockCost:

@@ -17,7 +17,7 @@ bf16 autocast (the residual stream is fp32, products take and give bf16).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,7 +32,7 @@ RESIDUAL = (10.0, 12.0)  # fp32 + bf16 -> fp32; two fp32 gradients added
 NORM = (14.0, 18.0)  # fp32 -> fp32, then the cast to bf16 that the next product wants
 SPLIT = (8.0, 8.0)  # q, k, v taken apart and laid out by heads; rotary embedding on two thirds of them
 ACTIVATION_GATED, ACTIVATION = (6.0, 10.0), (4.0, 6.0)  # bf16
-FP32 = 4  # bytes; of statistics
+FP32, INT64 = 4, 8  # bytes; of statistics, and of numbers of rows
 LOSS_CHUNK = 1 << 18  # elements of a temporary of the loss, of which there are two at a time
 AGAIN = (cost.BACKWARD, cost.GATHER_WEIGHT)  # what a head whose loss comes in chunks has no need of
 Seconds = tuple[float, float, float]  # of forward, dI (or the whole backward of a layer without weights) and dW
@@ -87,6 +87,7 @@ class Layer(Value):
         transposed: x and y swap roles (Algorithm 1): attention and pointwise layers have their features split over y.
         rows: Rows a token: 1, but fewer for convolutions at a lower resolution and for experts.
         experts: So many equal layers beside each other, each with ``rows`` rows a token.
+        spread: Neighbours along z over which these are spread; tokens go to all of them evenly.
         heads, kv_groups: Of attention, and of what takes queries, keys and values apart for it.
         shares_input: Its input is that of an earlier layer, which keeps it and sums its gradient for both.
     """
@@ -98,6 +99,7 @@ class Layer(Value):
     transposed: bool = False
     rows: float = 1.0
     experts: int = 1
+    spread: int = 1
     heads: int = 0
     kv_groups: int = 0
     shares_input: bool = False
@@ -129,6 +131,7 @@ class Layer(Value):
     ) -> list[cost.Call]:  # fmt: skip
         """What it sends in one step, from its ``cost``: of one expert, where there are several."""
         where: dict[str, Any] = {"arrangement": ARRANGEMENTS[run.algorithm], "coords": coords}
+        grid = self.holders(grid) if run.algorithm == "axonn" else grid
         return self._calls(grid, max(1, round(rows * self.rows)), run, recompute, gathers, where)
 
     def _calls(
@@ -141,9 +144,10 @@ class Layer(Value):
 
         Half of ``Machine.layer_us`` goes with forward and half with dI; each expert is a layer of its own.
         """
-        mine = chunk(max(1, round(rows * self.rows)), grid.z) / (token_ranks if self.on_stream else 1)
-        forward, input_grad, weight_grad = self._seconds(grid, mine, machine, attended)
-        beside = 0.5e-6 * machine.layer_us * self.experts
+        holders = self.holders(grid)
+        mine = chunk(max(1, round(rows * self.rows)), holders.z) / (token_ranks if self.on_stream else 1)
+        forward, input_grad, weight_grad = self._seconds(holders, mine, machine, attended)
+        beside = 0.5e-6 * machine.layer_us * self.mine
         return forward + beside, input_grad + beside, weight_grad
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
@@ -152,6 +156,15 @@ class Layer(Value):
     def bytes(self, grid: Grid, rows: int, run: RunOptions) -> LayerBytes:
         """Its bytes on a rank, which has ``rows``."""
         raise NotImplementedError
+
+    @property
+    def mine(self) -> int:
+        """Those of its experts that a rank holds."""
+        return self.experts // self.spread
+
+    def holders(self, grid: Grid) -> Grid:
+        """Of the ranks that hold the same experts: each run of ``spread`` neighbours along z has one."""
+        return grid if self.spread == 1 else replace(grid, z=grid.z // self.spread)
 
     def my_rows(self, grid: Grid, rows: int, run: RunOptions) -> float:
         """Its rows on a rank: of all its experts, and of its tokens where the stream's are split over x."""
@@ -174,6 +187,8 @@ class LinearKind(Layer):
         gathers: The first of those that read the same tokens, which sequence parallelism gathers.
         tied: Its weight is the embedding's, which counts it.
         head: It makes the logits.
+        whole: Its outputs are whole on all ranks along x. Over y their gradient is summed ("sum": logits of experts, of
+            whose outputs each rank has some features) or gathered ("gather": a latent that layers take over y).
     """
 
     bias: bool = False
@@ -183,6 +198,7 @@ class LinearKind(Layer):
     gathers: bool = False
     tied: bool = False
     head: bool = False
+    whole: str = ""
 
     kind = "linear"
     results_stay = True
@@ -191,6 +207,10 @@ class LinearKind(Layer):
     def parameters(self) -> int:
         weight = 0 if self.tied else self.in_features * self.out_features
         return self.experts * (weight + self.bias * self.out_features)
+
+    def holders(self, grid: Grid) -> Grid:
+        grid = super().holders(grid)
+        return replace(grid, x=1) if self.whole else grid
 
     def kv_copies(self, ranks: int) -> int:
         """How many neighbours along x hold the same keys and values."""
@@ -205,7 +225,7 @@ class LinearKind(Layer):
     def divides(self) -> Iterator[tuple[str, int, str]]:
         x, y = ("y", "x") if self.transposed else ("x", "y")
         yield f"{self.name}.in_features", self.in_features, y
-        if not self.uneven:
+        if not (self.uneven or self.whole):
             yield f"{self.name}.out_features", self.out_features - self.kv_features, x
 
     def flops(self, rows: float, attended: float) -> float:
@@ -227,6 +247,10 @@ class LinearKind(Layer):
             copied_features=self.kv_features if copies > 1 else 0, copies=copies,
             sequence_parallel=run.sequence_parallel, **where,
         )  # fmt: skip
+        if self.whole and grid.y > 1 and not square:
+            op, parts = ("all_reduce", 1) if self.whole == "sum" else ("all_gather", grid.y)
+            elements = chunk(rows, grid.z) * self.out_features // parts
+            calls.append(cost.Call(cost.BACKWARD, op, "y", elements, run.itemsize, cost.RELAYOUT))
         if self.in_chunks(run):
             calls = _in_chunks(
                 [one for one in calls if (one.phase, one.purpose) != AGAIN], rows, self.out_features, grid
@@ -238,10 +262,11 @@ class LinearKind(Layer):
         return self.head and run.chunked_loss
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
-        seconds = self.experts * machine.gemm_seconds(int(rows), *self.local_sizes(grid))
+        seconds = self.mine * machine.gemm_seconds(int(rows), *self.local_sizes(grid))
         return seconds, seconds * self.input_grad, seconds
 
     def bytes(self, grid: Grid, rows: int, run: RunOptions) -> LayerBytes:
+        grid = self.holders(grid)
         mine, (into, out), split = self.my_rows(grid, rows, run), self.local_sizes(grid), run.sequence_parallel
         # Tokens that are gathered come in the dtype of products, once for all that read them; an input whose gradients
         # are added up and summed over x is cast once; else each casts its own.
@@ -249,7 +274,7 @@ class LinearKind(Layer):
         others_keep = self.shares_input and not (split and self.gathers) and once
         # Else its output's gradient is that of the stream, already counted; with split tokens it is gathered first.
         apart = not self.transposed or run.stream != run.itemsize or run.token_ranks(grid) > 1
-        whole, chunks = self.parameters / (grid.x * grid.y), self.in_chunks(run)
+        whole, chunks = self.parameters / (grid.x * grid.y * self.spread), self.in_chunks(run)
         apart = apart and not chunks
         early = FP32 * into * out * chunks  # its weight's gradient, and in place of its input that one's
         return LayerBytes(
@@ -266,7 +291,7 @@ class LinearKind(Layer):
         if grid.z == 1 and run.itemsize == run.weights:
             return 0.0
         columns = self.out_features + self.kv_features * (self.kv_copies(grid.x) - 1)
-        return run.itemsize * (self.experts * self.in_features * columns) / (grid.x * grid.y)
+        return run.itemsize * (self.mine * self.in_features * columns) / (grid.x * grid.y)
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,7 +324,7 @@ class NormKind(Layer):
     Args:
         norm: "layernorm" or "rmsnorm".
         over: The axis that splits what it normalises, "y" or "x"; "": it normalises each head by itself, so that only
-            its weight concerns other ranks.
+            its weight concerns other ranks; "whole": what all ranks along x and y have.
         of_product: Its input is a product's result, in the dtype of products.
     """
 
@@ -328,11 +353,11 @@ class NormKind(Layer):
         return cost.norm(
             grid, rows, self.out_features or self.in_features, kind=self.norm, recompute=recompute,
             sequence_parallel=run.sequence_parallel and self.on_stream,
-            axis=inner if self.over == "x" else self.over or None, sum_grad_over=() if self.over else (inner,), **where,
+            axis={"x": inner, "y": "y"}.get(self.over), sum_grad_over=() if self.over else (inner,), **where,
         )  # fmt: skip
 
     def _width(self, grid: Grid) -> int:
-        return chunk(self.in_features, grid.size(self.over or "x"))
+        return self.in_features if self.over == "whole" else chunk(self.in_features, grid.size(self.over or "x"))
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
         return _moved(NORM, rows * self._width(grid), machine)
@@ -413,7 +438,7 @@ class PointwiseKind(Layer):
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
         width = chunk(self.in_features, grid.y if self.transposed else grid.x)
-        return _moved(self.moves, self.experts * rows * width, machine)
+        return _moved(self.moves, self.mine * rows * width, machine)
 
     def bytes(self, grid: Grid, rows: int, run: RunOptions) -> LayerBytes:
         mine = run.itemsize * self.my_rows(grid, rows, run)
@@ -425,6 +450,33 @@ class PointwiseKind(Layer):
         heads, groups = self.local_heads(grid)
         laid_down = self.in_features // (self.heads + 2 * self.kv_groups) * (heads + 2 * groups)
         return LayerBytes(mine * laid_down * (self.kept > 0 or heads == groups), through)
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingKind(Layer):
+    """How tokens come to the experts that they have chosen and back (``axo.nn.experts``), weighted and added up."""
+
+    kind = "routing"
+
+    def _calls(
+        self, grid: Grid, rows: int, run: RunOptions, recompute: bool, gathers: int, where: dict[str, Any]
+    ) -> list[cost.Call]:
+        if self.spread == 1:
+            return []
+        return cost.experts(
+            chunk(self.experts * rows, grid.z * self.spread), chunk(self.in_features, grid.y), self.experts,
+            ranks=self.spread, itemsize=run.itemsize, recompute=recompute,
+        )  # fmt: skip
+
+    def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
+        moves = tuple(a + b for a, b in zip(SPLIT, RESIDUAL, strict=True))
+        return _moved(moves, self.mine * rows * chunk(self.in_features, grid.y), machine)
+
+    def bytes(self, grid: Grid, rows: int, run: RunOptions) -> LayerBytes:
+        mine, width = self.my_rows(grid, rows, run), chunk(self.in_features, grid.y)
+        # Outputs before they are weighted; numbers of rows for each time that rows are put in another order.
+        orders = 2 if self.spread == 1 else 4
+        return LayerBytes(mine * (run.itemsize * width + INT64 * orders), mine * 2 * run.stream * width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -453,7 +505,7 @@ class LossKind(Layer):
         return LayerBytes(activations.cross_entropy(mine, columns, run.itemsize, capped=self.capped), temporary)
 
 
-def _moved(moves: tuple[float, float], elements: float, machine: Machine) -> Seconds:
+def _moved(moves: tuple[float, ...], elements: float, machine: Machine) -> Seconds:
     forward, backward = (each * elements / (1e9 * machine.memory_gbs) for each in moves)
     return forward, backward, 0.0
 

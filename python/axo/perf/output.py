@@ -51,6 +51,7 @@ def candidate_json(plan: GridPlan, candidate: Candidate) -> dict[str, Any]:
         "grid": str(candidate.grid),
         "algorithm": run.algorithm,
         "context": run.context,
+        "experts": run.experts,
         "reason": candidate.reason,
     }
     if stages is not None:
@@ -97,6 +98,7 @@ def plan_json(plan: GridPlan, *, gpu_hour: float = 0.0) -> dict[str, Any]:
         "optimizer": asked.optimizer,
         "chunked_loss": asked.chunked_loss,
         "context": asked.context,
+        "experts": asked.experts,
         "gpu_hour": gpu_hour,
         "hardware_flops_a_step": plan.step_flops(),
         "ranked": [candidate_json(plan, candidate) for candidate in plan.ranked],
@@ -143,6 +145,7 @@ def plan_table(plan: GridPlan, top: int) -> Table:
             "": str(number),
             "grid": one.name if stages is None else str(one.grid),
             **({"context": str(run.context)} if asked.context != 1 else {}),
+            **({"experts": str(run.experts)} if asked.experts != 1 else {}),
             "step s": f"{time.total:{digits}}",
             "tokens/s a GPU": f"{plan.tokens_a_second(one):,.0f}",
             "% MFU": f"{plan.percent_of_peak(one, model_flops=True):.1f}",

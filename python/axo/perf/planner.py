@@ -270,16 +270,21 @@ def consider(
         tried: The ways that are tried; None: all of the request.
         algorithm: One of ``ALGORITHMS``.
     """
-    costs, contexts = costs or request.costs(), request.contexts(grid) if algorithm == "axonn" else [1]
-    if len(contexts) > 1:
-        each = [consider(replace(request, context=one), grid, stages, costs, tried, algorithm) for one in contexts]
+    costs, shared = costs or request.costs(), request.shared(grid, stages) if algorithm == "axonn" else [(1, 1)]
+    if len(shared) > 1:
+        requests = (replace(request, context=context, experts=experts) for context, experts in shared)
+        each = [consider(one, grid, stages, costs, tried, algorithm) for one in requests]
         fits = [one for one in each if not one.reason]
         # The fewest of equals, which differ in roundings.
         return (
-            min(fits, key=lambda one: one.seconds * (1 + 1e-6 * one.run.context)) if fits else min(each, key=_missing)
+            min(fits, key=lambda one: one.seconds * (1 + 1e-6 * one.run.context * one.run.experts))
+            if fits
+            else min(each, key=_missing)
         )
-    context = request.context_of(grid)
-    asked = request.run_options(algorithm=algorithm, context=context or 1)
+    context, experts = request.context_of(grid), shared[0][1] if shared else 1
+    asked = request.run_options(algorithm=algorithm, context=context or 1, experts=experts)
+    if experts > 1:
+        request = replace(request, workload=costs.once(("spread", experts), lambda: request.workload.spread(experts)))
     none = Candidate(grid, asked, stages=Stages(stages, request.schedules[0], (0, 0)) if stages > 1 else None)
     reason = request.impossible(grid, algorithm)
     sizes = reason or _sizes(request, asked.held_as(grid), stages, context)
@@ -293,7 +298,10 @@ def consider(
         keeps = 0.0
     on, best, nearest = _Trial(request, grid, costs), none, none
     shortest, floors = math.inf, dict[tuple[object, ...], float]()  # seconds of the best; of runs without recomputation
-    ways = [way._replace(context=context) for way in (request.ways(grid, algorithm) if tried is None else tried)]
+    ways = [
+        way._replace(context=context, experts=experts)
+        for way in (request.ways(grid, algorithm) if tried is None else tried)
+    ]
     smallest = {(way.recompute, way.sequence_parallel): way for way in ways}  # the last: its optimizer's state is
     for way in ways:
         every = [

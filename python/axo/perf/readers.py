@@ -22,10 +22,11 @@ from typing import Any
 import yaml
 
 from axo import files
-from axo.perf.workload import Experts, Workload, gpt, sample_length, unet
+from axo.perf.workload import Experts, Latent, Workload, gpt, sample_length, unet
 
 _DATA = Path(__file__).parent / "data"
 _USE = "use a model of the papers (gpt-5b, unet-1b), a LitGPT name, a config.json or a model_config.yaml"
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # of Latent
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -134,12 +135,11 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
     """Read the fields of a ``litgpt.Config``.
 
     Raises:
-        ValueError: A field is missing, or latent attention, which is not modelled.
+        ValueError: A field is missing.
     """
     name = str(config.get("name") or "litgpt model")
     kind = config.get("mlp_class_name", "GptNeoxMLP")
-    if config.get("latent_attention"):
-        raise ValueError(f"model {name!r}: latent attention is not modelled; plan a model with plain attention")
+    latent = config.get("latent_attention")
     layers, stacks = _field(config, name, "n_layer"), list[tuple[int, Experts | None]]()
     if kind == "LLaMAMoE":
         width = _field(config, name, "moe_intermediate_size", "intermediate_size")
@@ -173,6 +173,7 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
         parallel=bool(config.get("parallel_residual", True)),
         post_norms=(bool(config.get("post_attention_norm")), bool(config.get("post_mlp_norm"))),
         norm_qk=norm_qk,
+        latent=Latent(*(_field(latent, name, field) for field in _LATENT)) if latent else None,
         stacks=stacks,
         caps=(bool(config.get("attention_logit_softcapping")), bool(config.get("final_logit_softcapping"))),
     )

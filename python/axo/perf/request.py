@@ -6,6 +6,7 @@ It checks what it is given; ``axo.perf.planner`` plans it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,7 @@ class Request:
         pipeline: Numbers of stages (ranks of a pipeline) that are tried; (1,): none.
         schedules: Of stages.
         context: Neighbours along z that hold pieces of the same sequences; 0: as few as the batch needs on each grid.
+        experts: Neighbours along z over which experts are spread; 0: on each grid as many as are fastest.
         overlap, zero, recompute, offload, sequence_parallel, optimizer, chunked_loss: See ``RunOptions``.
     """
 
@@ -83,6 +85,7 @@ class Request:
     optimizer: str = "adamw"
     chunked_loss: bool = False
     context: int = 1
+    experts: int = 1
 
     def __post_init__(self) -> None:
         for wrong in self._mistakes():
@@ -119,6 +122,16 @@ class Request:
             yield f"{model.name} is no transformer: ranks cannot share its samples; leave context out"
         if self.context != 1 and any(isinstance(layer, AttentionKind) and layer.scores for _, layer in model.layers):
             yield f"{model.name} caps the scores of attention, which the planner does not know over several ranks"
+        if not _is_count(self.experts, 0):
+            yield f"experts={self.experts!r} is not a count of ranks; use 0 for as many as are fastest"
+        elif self.experts != 1 and (not model.experts or (self.experts and model.experts % self.experts)):
+            yield f"experts={self.experts} ranks do not divide the {model.experts} experts of {model.name}"
+        if self.experts > 1 and (
+            self.context != 1 or self.pipeline != (1,) or self.offload or {"tesseract"} & {*self.algorithms}
+        ):
+            yield f"experts={self.experts} goes with axonn alone, whole sequences, and no stages and no offload"
+        if self.experts != 1 and self.optimizer == "muon":
+            yield f"experts={self.experts} does not go with Muon; use adamw"
         if self.batch_tokens < length:
             yield f"a batch of {self.batch_tokens} tokens is less than one sequence of {length}"
         for name, (known, verb) in _WORDS.items():
@@ -149,6 +162,8 @@ class Request:
         workload, context = self.workload, self.context_of(grid)
         if not context:
             return f"context={self.context} does not divide z={grid.z}"
+        if self.experts > 1 and grid.z % self.experts:
+            return f"experts={self.experts} does not divide z={grid.z}"
         parts = ARRANGEMENTS[algorithm].row_parts(grid) // context
         if parts > self.sequences:
             rows = "z*data*x" if algorithm != "axonn" else "z*data" + "/context" * (context > 1)
@@ -179,6 +194,12 @@ class Request:
         """The fewest of them; 0: there are none."""
         return min(self.contexts(grid), default=0)
 
+    def shared(self, grid: Grid, stages: int = 1) -> list[tuple[int, int]]:
+        """Numbers of neighbours along z that may share sequences, and experts, on ``grid``: each pair, one of it 1."""
+        most = math.gcd(grid.z, self.workload.experts) if stages == 1 and not self.offload else 1
+        spreads = [self.experts] if self.experts else [count for count in range(1, most + 1) if most % count == 0]
+        return [pair for pair in itertools.product(self.contexts(grid), spreads) if 1 in pair]
+
     def ways(self, grid: Grid, algorithm: str = "axonn") -> list[RunOptions]:
         """Return the ways to run a grid that are tried, those whose optimizer's step is slower last.
 
@@ -193,7 +214,7 @@ class Request:
             return [self.run_options(context=context)]
         splits = context == 1 and self.workload.splits_tokens and grid.x > 1 and self.workload.seq_length % grid.x == 0
         every = itertools.product(
-            (True,) if self.offload else (False, True) if self.optimizer == "adamw" else (False,),
+            (True,) if self.offload else (False, True) if self.optimizer == "adamw" and self.experts == 1 else (False,),
             (True,) if self.sequence_parallel else (False, True) if splits else (False,),
             RECOMPUTATION,
             (0,) if grid.data == 1 else (0, 2),

@@ -53,6 +53,7 @@ class RunOptions(NamedTuple):
             them in chunks of rows, and all gradients of the head with them.
         context: Neighbours along z that hold pieces of the same sequences, whose keys and values go
             round among them ("ring").
+        experts: Neighbours along z over which experts are spread (``Workload.spread``).
     """
 
     batch_tokens: int
@@ -72,6 +73,7 @@ class RunOptions(NamedTuple):
     optimizer: str = "adamw"
     chunked_loss: bool = False
     context: int = 1
+    experts: int = 1
 
     @property
     def of_layer(self) -> tuple[object, ...]:
@@ -96,6 +98,7 @@ class RunOptions(NamedTuple):
         words += ["optimizer offloaded"] * self.offload + ["tokens over x"] * self.sequence_parallel
         words += ["Muon"] * (self.optimizer == "muon") + ["loss in chunks"] * self.chunked_loss
         words += [f"sequences over {self.context}"] * (self.context > 1)
+        words += [f"experts over {self.experts}"] * (self.experts > 1)
         return ", ".join(words) or "no recomputation"
 
     def token_ranks(self, grid: Grid) -> int:

@@ -27,6 +27,7 @@ from axo.perf.layers import (
     LossKind,
     NormKind,
     PointwiseKind,
+    RoutingKind,
     Value,
 )
 from axo.perf.run_options import RunOptions
@@ -67,6 +68,11 @@ class Block(Value):
         last = next((layer for layer in reversed(self.layers) if not isinstance(layer, PointwiseKind)), None)
         return last if run.token_ranks(grid) > 1 and isinstance(last, LinearKind) and last.transposed else None
 
+    def spread(self, ranks: int) -> Block:
+        """The same with experts over so many neighbours along z."""
+        layers = (replace(layer, spread=ranks) if layer.experts > 1 else layer for layer in self.layers)
+        return replace(self, layers=tuple(layers))
+
     def reruns(self, run: RunOptions) -> bool:
         """Whether its forward runs again before its backward."""
         return self.stacked and run.recompute != "none"
@@ -101,6 +107,15 @@ class Workload(Value):
     file: str = ""
     longest: int = 0
     tables: int = 0
+
+    def spread(self, ranks: int) -> Workload:
+        """The same with experts over so many neighbours along z."""
+        return self if ranks == 1 else replace(self, blocks=tuple(block.spread(ranks) for block in self.blocks))
+
+    @cached_property
+    def experts(self) -> int:
+        """Of a mixture, the fewest that there are; 0: it has none."""
+        return min((layer.experts for _, layer in self.layers if isinstance(layer, RoutingKind)), default=0)
 
     def unrolled(self) -> Iterator[Block]:
         """Yield the blocks in forward order, repeats written out."""
@@ -177,7 +192,7 @@ class Workload(Value):
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts (SwiGLU each), all of which all ranks hold, cut like a dense MLP.
+    """A mixture of experts (SwiGLU each), each cut like a dense MLP; ``Workload.spread`` lays them over ranks.
 
     A token goes through ``per_token`` of ``count`` experts; the load is taken to be even, so an expert has
     ``per_token / count`` rows a token. Every token goes through one MLP of width ``shared`` too, if that is not 0.
@@ -195,7 +210,7 @@ class Experts:
 
     def layers(self, hidden: int, bias: bool) -> tuple[Layer, ...]:
         """The layers of one block's experts. Choosing and weighing tokens counts as memory traffic."""
-        layers: list[Layer] = [LinearKind("mlp.gate", hidden, self.count, uneven=True)]
+        layers: list[Layer] = [LinearKind("mlp.gate", hidden, self.count, whole="sum")]
         for name, width, count, rows in (
             ("experts", self.intermediate, self.count, self.per_token / self.count),
             ("shared_experts", self.shared, 1, 1.0),
@@ -203,15 +218,50 @@ class Experts:
             if not width:
                 continue
             each: tuple[Layer, ...] = (
-                PointwiseKind(f"mlp.{name}.take", hidden, transposed=True, moves=SPLIT),
                 LinearKind(f"mlp.{name}.fc_1", hidden, width, bias=bias),
                 LinearKind(f"mlp.{name}.fc_2", hidden, width, bias=bias, shares_input=True),
                 PointwiseKind(f"mlp.{name}.act", width, moves=ACTIVATION_GATED, kept=3),
                 LinearKind(f"mlp.{name}.proj", width, hidden, bias=bias, transposed=True),
-                PointwiseKind(f"mlp.{name}.add", hidden, transposed=True, moves=RESIDUAL),
+                PointwiseKind(f"mlp.{name}.add", hidden, transposed=True, moves=RESIDUAL)
+                if name == "shared_experts"
+                else RoutingKind(f"mlp.{name}.routing", hidden, transposed=True),
             )
             layers += [replace(layer, rows=rows, experts=count) for layer in each]
         return tuple(layers)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek's): queries, and keys and values, come from small vectors that are whole.
+
+    Args:
+        queries, keys: Width of the one, and of the other.
+        rotary, plain: Features of a head's queries and keys: those that positions turn, which all heads of keys share,
+            and the others.
+        values: Of a head's values.
+    """
+
+    queries: int
+    keys: int
+    rotary: int
+    plain: int
+    values: int
+
+    def layers(self, hidden: int, heads: int, norm: str, bias: bool) -> tuple[Layer, ...]:
+        """The layers of one block's attention."""
+        turned, values = self.plain + self.rotary, heads * (self.plain + self.values)
+        return (
+            LinearKind("attn.q_a", hidden, self.queries, bias=bias, whole="gather"),
+            NormKind("attn.q_a_norm", self.queries, norm=norm, over="whole"),
+            LinearKind("attn.q_b", self.queries, heads * turned),
+            LinearKind("attn.kv_a", hidden, self.keys + self.rotary, bias=bias, whole="gather", shares_input=True),
+            NormKind("attn.kv_a_norm", self.keys, norm=norm, over="whole"),
+            LinearKind("attn.kv_b", self.keys, values),
+            PointwiseKind("attn.split", values, moves=SPLIT, kept=1),
+            # A product of its scores is as wide as queries, the other as values.
+            AttentionKind("attn", heads * (turned + self.values) // 2, heads=heads, kv_groups=heads),
+            LinearKind("attn.proj", heads * self.values, hidden, transposed=True),
+        )
 
 
 def sample_length(longest: object) -> int:
@@ -254,6 +304,7 @@ def gpt(
     caps: tuple[bool, bool] = (False, False),
     positions: int = 0,
     tied: bool = False,
+    latent: Latent | None = None,
 ) -> Workload:
     """Build a GPT: qkv and fc are normal layers, both proj transposed, so the residual stream stays split over y.
 
@@ -272,6 +323,7 @@ def gpt(
         caps: Whether the scores of attention, and the logits, are capped (Gemma 2).
         positions: Rows of a table of learned positions; 0: none.
         tied: The head reads the embedding's table.
+        latent: Attention is latent.
     """
     kv_heads = kv_heads or heads
     intermediate = intermediate or 4 * hidden
@@ -294,23 +346,23 @@ def gpt(
         LinearKind("mlp.proj", intermediate, hidden, bias=bias, transposed=True),
     )
 
+    of_qkv = bias if qkv_bias is None else qkv_bias
+    attention: tuple[Layer, ...] = (
+        LinearKind("attn.qkv", hidden, qkv, bias=of_qkv, kv_features=2 * kv_heads * head_size, kv_groups=kv_heads,
+                   gathers=gathers),
+        # Where every head has keys and values of its own, attention keeps v where qkv laid it: all of that is held.
+        PointwiseKind("attn.split", qkv, moves=SPLIT, heads=heads, kv_groups=kv_heads, kept=int(bool(norm_qk))),
+        *_norms_of_heads(norm_qk, norm, head_size, heads, kv_heads),
+        AttentionKind("attn", inner, heads=heads, kv_groups=kv_heads, scores=seq_length * caps[0]),
+        LinearKind("attn.proj", inner, hidden, bias=bias, transposed=True),
+    )  # fmt: skip
+    if latent is not None:
+        attention = latent.layers(hidden, heads, norm, of_qkv)
+
     def block(mlp: tuple[Layer, ...], count: int) -> Block:
         layers = (
             *([NormKind("norm_1", hidden, norm=norm)] if norms else []),
-            LinearKind(
-                "attn.qkv",
-                hidden,
-                qkv,
-                bias=bias if qkv_bias is None else qkv_bias,
-                kv_features=2 * kv_heads * head_size,
-                kv_groups=kv_heads,
-                gathers=gathers,
-            ),
-            # Where every head has keys and values of its own, attention keeps v where qkv laid it: all of that is held.
-            PointwiseKind("attn.split", qkv, moves=SPLIT, heads=heads, kv_groups=kv_heads, kept=int(bool(norm_qk))),
-            *_norms_of_heads(norm_qk, norm, head_size, heads, kv_heads),
-            AttentionKind("attn", inner, heads=heads, kv_groups=kv_heads, scores=seq_length * caps[0]),
-            LinearKind("attn.proj", inner, hidden, bias=bias, transposed=True),
+            *attention,
             *([NormKind("post_attention_norm", hidden, norm=norm, of_product=True)] if post_norms[0] else []),
             PointwiseKind("residual_1", hidden, transposed=True, moves=RESIDUAL),
             *([NormKind("norm_2", hidden, norm=norm, shares_input=parallel)] if norms == 2 else []),

@@ -78,11 +78,13 @@ class SpreadBlock:
         finally:
             self._listens = False
         none = hidden.reshape(-1, hidden.shape[-1])[:0]
-        rows = [given.get(number, none) for number in range(len(self._spread.experts))]
-        counts = [len(each) for each in rows]
-        outputs = self._spread.outputs(torch.cat(rows), torch.tensor(counts, device=hidden.device)).split(counts)
+        order = self._spread.order
+        rows = [given.get(number, none) for number in order]
+        counts = torch.tensor([len(given.get(number, none)) for number in range(len(order))], device=hidden.device)
+        parts = self._spread.outputs(torch.cat(rows), counts).split([len(each) for each in rows])
+        outputs = dict(zip(order, parts, strict=True))
         result = self._run_with(lambda number, rows: outputs[number], hidden, *args, **named)
-        unused = outputs[0].sum() * 0 if not sum(counts) else 0  # so that backward comes to other ranks' rows here
+        unused = parts[0].sum() * 0 if not given else 0  # so that backward comes to other ranks' rows here
         return (result[0] + unused, *result[1:]) if isinstance(result, tuple) else result + unused
 
     def _run_with(self, answer: Callable[[int, torch.Tensor], torch.Tensor], *args: Any, **named: Any) -> Any:

@@ -6,11 +6,10 @@
     expert    a dense MLP (normal, normal, transposed) on the rows that chose it; all E are called, with no rows too
     output    y[rows] += probs[rows] * expert(I[rows])                   features over y
 
-The loop over experts is LitGPT's own, unless experts lie on several ranks (``axo.connect(grid, experts=e)``): then the
-choice is LitGPT's, and each rank calls its own experts (``axo.nn.experts``). Of the gradient of a probability each rank
-along y has the part of its features: it is summed over y where it enters the gate. Ranks along axes that split rows
-route their own; each calls all its experts in the same order, so that the weights that ranks gather from each other, or
-broadcast, are there.
+The choice is LitGPT's, and each rank calls its own experts (``axo.nn.experts``): all, unless they lie on several ranks
+(``axo.connect(grid, experts=e)``). Of the gradient of a probability each rank along y has the part of its features: it
+is summed over y where it enters the gate. Ranks along axes that split rows route their own; each calls its experts in
+the same order, so that the weights that ranks gather from each other, or broadcast, are there.
 
 Not here: capacity, balancing losses (LitGPT has none), sequence parallelism (refused: an expert's rows are no
 sequence).
@@ -84,13 +83,12 @@ def replace_mixture(mlp: Any, name: str, replacer: Replacer) -> None:
     for layer in mlp.experts.modules():
         if isinstance(layer, Linear):
             layer.matmul.products.rows_agree = False  # ranks along z send an expert other numbers of tokens
-    if replacer.comms.experts.size > 1:
-        mlp.spread_experts = SpreadExperts(mlp.experts, replacer.comms, replacer.grad_reduce)
-        mlp.forward = partial(_forward, mlp)
+    mlp.spread_experts = SpreadExperts(mlp.experts, replacer.comms, replacer.grad_reduce)
+    mlp.forward = partial(_forward, mlp)
 
 
 def _forward(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    """``LLaMAMoE.forward`` with experts on other ranks: (B, T, h/Gy) -> (B, T, h/Gy)."""
+    """``LLaMAMoE.forward`` whose experts may lie on other ranks: (B, T, h/Gy) -> (B, T, h/Gy)."""
     config, rows = mlp.config, x.flatten(0, 1)
     if config.n_expert_groups:
         weights, choices = mlp.gate(rows)
