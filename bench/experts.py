@@ -24,7 +24,7 @@ from .lib.table import Table, environment
 COLUMNS = {"case": "s", "limit_MBs": ".0f", "seconds": ".3f", "planned_messages_s": ".3f", "error": ".1e"}
 CASES = {"experts over ranks": ("1x1x4x1", 4), "tensor parallelism": ("4x1x1x1", 1)}
 LENGTH = 256
-SIZES = {
+SIZES: dict[str, Any] = {
     "n_layer": 2, "n_embd": 256, "n_head": 8, "n_query_groups": 8, "padded_vocab_size": 512, "block_size": LENGTH,
     "mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "moe_intermediate_size": 256, "bias": False,
     "norm_class_name": "RMSNorm", "parallel_residual": False, "rotary_percentage": 1.0,
