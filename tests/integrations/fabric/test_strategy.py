@@ -165,10 +165,10 @@ def train_in(grid, precision):
 def overflow_on_one_rank(grid):
     """Whether a step was taken, and the scale after it, when one rank's shard alone holds an infinite gradient."""
     import axo
-    from axo.integrations.fabric.strategy import _agreeing
+    from axo.integrations.fabric.replacements import agreeing
 
     comms = axo.connect(grid)
-    scaler = _agreeing(torch.amp.GradScaler("cpu", init_scale=8.0), comms)
+    scaler = agreeing(torch.amp.GradScaler("cpu", init_scale=8.0), comms)
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler.scale(weight.sum()).backward()

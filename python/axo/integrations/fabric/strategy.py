@@ -66,6 +66,7 @@ from axo.integrations.fabric.compile import keep_out_of_graphs
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
 from axo.integrations.fabric.materialize import holds_meta, materialize
 from axo.integrations.fabric.recorded_init import RecordedInit
+from axo.integrations.fabric.replacements import agreeing, offloaded
 from axo.integrations.fabric.stages import StagedLogits, StageRunner, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
 from axo.launch import meet_in_a_file
@@ -205,7 +206,12 @@ class AxoStrategy(DDPStrategy):
     @property
     def row_parts(self) -> int:
         """Parts that batches are cut into: Gz * Gdata / context; with Tesseract Gx * Gz * Gdata."""
-        return self.arrangement.row_parts(self.grid) // self.context
+        return self.data_ranks // self.context
+
+    @property
+    def data_ranks(self) -> int:
+        """Gz * Gdata; with Tesseract Gx * Gz * Gdata."""
+        return self.arrangement.row_parts(self.grid)
 
     @property
     def world_size(self) -> int:
@@ -280,7 +286,7 @@ class AxoStrategy(DDPStrategy):
         data_ranks.sync_metrics(self.comms)
         scaler = getattr(self.precision, "scaler", None)
         if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, axo.GradScaler):
-            self.precision.scaler = _agreeing(scaler, self.comms)  # type: ignore[attr-defined]
+            self.precision.scaler = agreeing(scaler, self.comms)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
         if self.comms is not None:
@@ -395,7 +401,7 @@ class AxoStrategy(DDPStrategy):
         """
         check_update(optimizer, "AxoStrategy")
         if self.offload is not None and self.offload.optimizer:
-            optimizer = _offloaded(optimizer, self.offload)
+            optimizer = offloaded(optimizer, self.offload)
         return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -550,35 +556,12 @@ class _NoSync(_BackwardSyncControl):
         return axo.no_sync(module) if enabled and stages_of(module) is None else nullcontext()
 
 
-def _offloaded(optimizer: Optimizer, offload: axo.Offload) -> Optimizer:
-    """The same AdamW, with its state on the lower tier.
-
-    Raises:
-        ValueError: It is another optimizer.
-    """
-    if type(optimizer) is not torch.optim.AdamW or optimizer.defaults["amsgrad"]:
-        raise ValueError(
-            f"AxoStrategy: offload.optimizer is of torch.optim.AdamW without amsgrad, and this is a"
-            f" {type(optimizer).__qualname__}; use AdamW, or Offload(optimizer=False)"
-        )
-    settings = ("lr", "betas", "eps", "weight_decay", "maximize")
-    groups = [{name: group[name] for name in ("params", *settings)} for group in optimizer.param_groups]
-    return offload.adamw(groups, **{name: optimizer.defaults[name] for name in settings})
-
-
 def _cut_tokens(comms: Communicators, module: nn.Module, inputs: Any) -> Any:
     return cut_sequence(inputs[0], comms), *inputs[1:]
 
 
 def _gather_unless_training(head: Any, model: nn.Module, inputs: Any) -> None:
     head.gather_output = not model.training  # whoever evaluates or generates wants whole logits
-
-
-def _agreeing(scaler: torch.amp.GradScaler, comms: Communicators) -> axo.GradScaler:
-    """A gradient scaler of the same settings that skips a step on all ranks or on none."""
-    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-    settings: dict[str, Any] = {name: getattr(scaler, f"_{name}") for name in names}
-    return axo.GradScaler(scaler._device, enabled=scaler.is_enabled(), comms=comms, **settings)
 
 
 def register(make: Callable[[], AxoStrategy]) -> None:
