@@ -25,7 +25,7 @@ from axo.comm.extension import _C
 _PART = ".part"  # how the name of a file ends that is being received
 
 
-class _Transfer(NamedTuple):
+class _FileCopy(NamedTuple):
     source: int
     target: int
     name: str
@@ -67,7 +67,7 @@ class Mirrors:
         for host, following in zip(self._hosts, (*self._hosts[1:], self._hosts[0]), strict=True):
             for i, source in enumerate(host):
                 target = source if host is following else following[i % len(following)]
-                transfers.append(_Transfer(source, target, *names[source]))
+                transfers.append(_FileCopy(source, target, *names[source]))
         try:
             for each in transfers if self._rank == self.first else ():
                 if each.source not in self._own and each.target not in self._own:
@@ -97,12 +97,12 @@ class Mirrors:
             for host in self._hosts:
                 if host not in holders:
                     source = holders[i % len(holders)]
-                    transfers.append(_Transfer(source[i % len(source)], host[i % len(host)], name, size))
+                    transfers.append(_FileCopy(source[i % len(source)], host[i % len(host)], name, size))
         if any(problems := self._transfer(checkpoint, transfers)):
             raise OSError("; ".join(filter(None, problems)))
         self.confirm(checkpoint)
 
-    def _transfer(self, folder: Path, transfers: Iterable[_Transfer], problem: str = "") -> list[str]:
+    def _transfer(self, folder: Path, transfers: Iterable[_FileCopy], problem: str = "") -> list[str]:
         own = [each for each in transfers if each.source != each.target and self._rank in each[:2]]
         try:
             for each in own:
