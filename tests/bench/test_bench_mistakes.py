@@ -33,6 +33,7 @@ MISTAKES = {
     "pipeline": ("--ranks 1", "--ranks 1: wanted numbers of at least 2, such as 2,4"),
     "plan_validation": ("--plans 7", "grid '7' is not of the form XxYxZxDATA"),
     "products": ("--shapes 4x4", "--shapes 4x4 is not of the form MxKxN,MxKxN"),
+    "recovery": ("/dev/null", "/dev/null tells of no recovery"),
     "step": ("--cases nope", "--cases: nope: choose from serial, z, x, data"),
 }
 OF_MPIRUN = {"mpi"}  # what mpirun starts beside bench/collectives.py: it has no options of users
