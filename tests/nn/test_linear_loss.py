@@ -160,6 +160,22 @@ def test_logits_never_exist_whole() -> None:
         assert elements <= block < logits / 8
 
 
+def nothing_counts() -> None:
+    comms = axo.connect("1x1x2x1")
+    head = axo.nn.Linear(8, 12, bias=False, comms=comms)
+    ids = torch.arange(4) if comms.rank else torch.full((4,), -100)
+    rows = torch.randn(4, 8, requires_grad=True)
+    loss = axo.nn.linear_cross_entropy(rows, head, ids)
+    loss.backward()
+    assert loss.isnan().item() == (comms.rank == 0)  # as torch's mean over nothing
+    assert rows.grad is not None and bool(rows.grad.any()) == (comms.rank == 1)
+    assert head.weight.grad is not None and head.weight.grad.isfinite().all() and head.weight.grad.any()
+
+
+def test_a_rank_whose_labels_are_all_ignored_spoils_no_weight() -> None:
+    run_ranks(nothing_counts, 2)
+
+
 def refusals() -> None:
     comms = axo.connect("2x1x1x1")
     head = axo.nn.Linear(8, 12, comms=comms)

@@ -17,6 +17,7 @@ algorithm cuts (Tesseract, SUMMA).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -96,7 +97,10 @@ def linear_cross_entropy(
     result = _LinearCrossEntropy.apply(rows, head.weight, head.bias, ids, plan, torch.is_grad_enabled())
     if reduction == "none":
         return result.view(target.shape)
-    return result if reduction == "sum" else result / (target != ignore_index).sum()
+    if reduction == "sum":
+        return result
+    counted = (target != ignore_index).sum()
+    return (result / counted.clamp(min=1)).masked_fill(counted == 0, math.nan)  # as in torch, whose gradients are zeros
 
 
 def misfit(head: object) -> str:

@@ -283,6 +283,8 @@ def consider(
         )
     context, experts = request.context_of(grid), shared[0][1] if shared else 1
     asked = request.run_options(algorithm=algorithm, context=context or 1, experts=experts)
+    if request.experts != experts:
+        request = replace(request, experts=experts)
     if experts > 1:
         request = replace(request, workload=costs.once(("spread", experts), lambda: request.workload.spread(experts)))
     none = Candidate(grid, asked, stages=Stages(stages, request.schedules[0], (0, 0)) if stages > 1 else None)
