@@ -19,6 +19,7 @@ from axo.errors import Refused
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
 from axo.nn.linear import Linear
+from axo.nn.linear_loss import misfit
 from axo.nn.shard_reads import watch_first_passes
 from axo.offload import Offload
 from axo.optim.checks import watch_replaced
@@ -140,6 +141,10 @@ def parallelize(
             raise Refused("parallelize: sequence_parallel=True in a context is not supported; leave it out")
     if chunked_loss and (why := "plan 'litgpt' has no loss" if plan == "litgpt" else head_loss.unfit(model)):
         raise Refused(f"parallelize: chunked_loss=True: {why}; call axo.nn.linear_cross_entropy in a loop of your own")
+    if chunked_loss:
+        arrangement.only_axonn("parallelize: chunked_loss=True")
+        if fp8:
+            raise Refused(f"parallelize: chunked_loss=True with fp8={fp8!r} is not supported; leave one of them out")
     comms.arrange(arrangement)
     if comms.experts.size > 1:
         others: dict[str, Any] = {"zero": zero, "sequence_parallel": sequence_parallel, "fp8": fp8}
@@ -179,18 +184,18 @@ def parallelize(
             raise ValueError("parallelize: sequence_parallel=True is of plan 'litgpt'; plan 'auto' has no such option")
         from axo.plans.auto import plan as auto
 
-        model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
-        if hasattr(type(model), "loss_function"):
-            could = head_loss.unfit(model) or "chunked_loss=True makes it without"
-            model._axo_plan_report.loss = "" if chunked_loss else f"loss: of whole logits; {could}"  # type: ignore[union-attr]
+        model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan, chunked_loss=chunked_loss)
     if comms.context.size > 1:
         plan_context.install(model, comms, context, grad_reduce)
-    if chunked_loss:
-        head_loss.HeadLoss(model)
     if fp8 is not None:
         for module in model.modules():
             if isinstance(module, Linear):
                 module.use_fp8(fp8)
+    if chunked_loss:
+        head_loss.HeadLoss(model)
+    elif plan != "litgpt" and hasattr(type(model), "loss_function"):
+        could = head_loss.unfit(model) or misfit(model.lm_head) or "chunked_loss=True makes it without"
+        model._axo_plan_report.loss = f"loss: of whole logits; {could}"  # type: ignore[union-attr]
     attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype, same_inputs=True)
     watch_first_passes(model, comms)
     if offload is not None:

@@ -98,6 +98,39 @@ def refusals():
     with pytest.raises(ValueError, match="has hooks, which would see no logits"):
         model(**batch_of())
 
+    def own_loss(logits, labels, vocab_size, **options):
+        return logits.sum()
+
+    class OwnForCausalLM(transformers.LlamaForCausalLM):
+        pass
+
+    def refused(model, words, plan="auto", **options):
+        before = [(name, type(module)) for name, module in model.named_modules()]
+        with pytest.raises(axo.Refused, match=words):
+            axo.parallelize(model, comms, plan=plan, chunked_loss=True, **options)
+        assert before == [(name, type(module)) for name, module in model.named_modules()]
+
+    before = build("Llama")
+    before.loss_function = own_loss
+    refused(before, "LlamaForCausalLM's loss_function is not transformers' ForCausalLMLoss")
+    refused(OwnForCausalLM(build("Llama").config), "OwnForCausalLM's is not known to be the cross-entropy of its head")
+    refused(build("Llama"), "chunked_loss=True with fp8='row' is not supported", fp8="row")
+    refused(build("Llama"), "the head stays serial on every rank", plan={"lm_head": "replicate"})
+    hooked = build("Llama")
+    hooked.lm_head.register_forward_hook(lambda *_: None)
+    refused(hooked, "the head has hooks, which would see no logits")
+    serial_head = axo.parallelize(build("Llama"), comms, plan={"lm_head": "replicate"})
+    assert str(axo.plan_report(serial_head)).endswith("loss: of whole logits; the head is a ReplicatedLinear")
+
+    model = axo.parallelize(build("Llama"), comms, plan="auto", chunked_loss=True)
+    with pytest.raises(axo.Refused, match="in float16 would take gradients before a scaler has scaled the loss"):
+        with torch.autocast("cpu", torch.float16):
+            model(**batch_of())
+    model.loss_function = own_loss
+    with pytest.raises(axo.Refused, match="loss_function was set after parallelize"):
+        model(**batch_of())
+    assert model.eval()(**batch_of()).loss.item() != 0  # it has logits there
+
 
 def test_what_cannot_be_is_refused_and_reported():
     run_ranks(refusals, 2, preload=("transformers",))

@@ -5,7 +5,8 @@ While such a model trains with ``labels``, its head passes on what it is given, 
 labels, nothing is other than without.
 
 Not here, refused: models that make something else of their logits than a soft cap (``axo.plans.context.FAMILIES`` are
-those whose code was read), and heads that the loss cannot take (``axo.nn.linear_loss.misfit``).
+those whose code was read), classes and losses of a program's own, heads that the loss cannot take
+(``axo.nn.linear_loss.misfit``), and fp16, whose gradients would be taken before a scaler has scaled the loss.
 """
 
 from __future__ import annotations
@@ -16,21 +17,29 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from axo.errors import Refused
+from axo.matmul.products import compute_dtype
 from axo.nn.linear_loss import linear_cross_entropy, misfit, without_head
 from axo.plans.context import FAMILIES
+from axo.plans.replace import hooks_of
 
 
-def unfit(model: nn.Module) -> str:
-    """Why a model's loss cannot be taken so; empty: it can, if its head can."""
-    family, kind = getattr(getattr(model, "config", None), "model_type", ""), type(model).__name__
-    if family in FAMILIES and kind.endswith("ForCausalLM") and hasattr(model, "lm_head"):
-        return ""
-    return (
-        f"{kind}'s is not known to be the cross-entropy of its head, as those of {', '.join(FAMILIES)} for CausalLM are"
-    )
+def unfit(model: Any) -> str:
+    """Why a model's loss cannot be taken so; empty: it can, if its head becomes parallel."""
+    family, kind = getattr(getattr(model, "config", None), "model_type", ""), type(model)
+    stock = kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("ForCausalLM")
+    if family not in FAMILIES or not stock or not hasattr(model, "lm_head"):
+        families = ", ".join(FAMILIES)
+        return (
+            f"{kind.__name__}'s is not known to be the cross-entropy of its head, as those of transformers' own classes"
+            f" of {families} for CausalLM are"
+        )
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if model.loss_function is not ForCausalLMLoss:
+        return f"{kind.__name__}'s loss_function is not transformers' ForCausalLMLoss"
+    return "the head has hooks, which would see no logits" if hooks_of(model.lm_head) else ""
 
 
 class HeadLoss:
@@ -42,7 +51,7 @@ class HeadLoss:
 
     def __init__(self, model: Any) -> None:
         if why := misfit(model.lm_head):
-            raise Refused(f"parallelize: chunked_loss=True: {why}; leave it out")
+            raise Refused(f"parallelize: chunked_loss=True: {why}; leave it out, and build the model again")
         self._model, self._whole, self._taken = model, model.loss_function, ExitStack()
         self._names = list(inspect.signature(model.forward).parameters)
         self._softcap: float | None = None
@@ -55,6 +64,11 @@ class HeadLoss:
         given = dict(zip(self._names, args, strict=False)) | named
         self._takes = model.training and torch.is_grad_enabled() and given.get("labels") is not None
         if self._takes:
+            if model.loss_function != self._loss:
+                raise Refused(
+                    "forward: loss_function was set after parallelize(..., chunked_loss=True), and there are no logits"
+                    " for it; leave chunked_loss out"
+                )
             self._softcap = getattr(model.config, "final_logit_softcapping", None)
             self._taken.enter_context(without_head(model))
 
@@ -73,6 +87,11 @@ class HeadLoss:
             options |= {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             whole: torch.Tensor = self._whole(logits, labels, vocab_size, shift_labels=shift_labels, **options)
             return whole
+        if compute_dtype(logits) == torch.float16:  # of an autocast within the model's forward too
+            raise Refused(
+                "forward: chunked_loss=True in float16 would take gradients before a scaler has scaled the loss; use"
+                " bfloat16, or leave chunked_loss out"
+            )
         targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
         reduction = "mean" if num_items_in_batch is None else "sum"
         loss = linear_cross_entropy(
@@ -82,9 +101,9 @@ class HeadLoss:
 
     def _end(self, model: Any, args: Any, output: Any) -> Any:
         self._taken.close()
-        if not self._takes or output is None:
+        takes, self._takes = self._takes, False
+        if not takes or output is None:
             return None
-        self._takes = False
         if isinstance(output, tuple):
             return (output[0], None, *output[2:])
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})

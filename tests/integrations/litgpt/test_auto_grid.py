@@ -1,9 +1,11 @@
 """``axo litgpt --grid auto``, against the planner asked directly and against every grid that it may not take."""
 
+from dataclasses import replace
+
 import pytest
 
 from axo.grid import Grid
-from axo.integrations.litgpt import restarts
+from axo.integrations.litgpt import auto_grid, restarts
 from axo.integrations.litgpt.command import run
 from axo.perf import machine, planner, readers
 
@@ -81,6 +83,22 @@ def test_stages_are_chosen_where_they_are_faster(launched, capsys, tmp_path):
         run(["pretrain", "pythia-410m", *by_hand, *batch, *out])
         assert launched.pop() == launched.pop()
         assert len(kinds) == (1 if more else 2) and ("would take +" in said) == (not more), said
+
+
+def test_a_loss_in_chunks_is_planned_where_the_run_has_one(launched, monkeypatch, tmp_path):
+    planned = []
+
+    def chosen(config, *_, **__):
+        planned.append(config.chunked_loss)
+        return replace(config, grid=Grid.parse("2x1x1x1")), ""
+
+    monkeypatch.setattr(auto_grid, "chosen", chosen)
+    given = ["pretrain", "pythia-14m", *PLAN, "--ranks", "2", *BATCH, "--out_dir", str(tmp_path / "out")]
+    run(given)
+    run([*given, "--vocab-loss"])
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    run([*given, "--vocab-loss"])
+    assert planned == [False, True, False] and len(launched) == 3
 
 
 def test_a_grid_of_ones_own_asks_nobody(launched, tmp_path):

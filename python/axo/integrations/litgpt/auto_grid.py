@@ -35,16 +35,16 @@ def choose(parsed: Parsed, rank: Rank | None) -> Options:
     stages = ("pipeline", "schedule", "cuts", "microbatches")
     given: dict[str, Any] = {name: value for name in stages if (value := getattr(asked, name))}
     length, batch = train.max_seq_length or parsed.model.block_size, train.global_batch_size
+    compiled = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # no stages (checks.py), no loss in chunks
     config = TrainConfig(
         batch_size=batch, seq_len=length, offload=asked.offload, algorithm=asked.algorithm,
-        chunked_loss=asked.vocab_loss, **given,
+        chunked_loss=asked.vocab_loss and not compiled and parsed.values.get("precision") != "16-mixed", **given,
     )  # fmt: skip
 
     def pieces(grid: Grid) -> int:
         rows = train.micro_batch_size * grid.z * grid.data
         return 0 if batch % rows else batch // rows
 
-    compiled = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # then there are no stages, see checks.py
     who: dict[str, Any] = {"owner": _OWNER, "model": parsed.model, "pieces": pieces, "stages": not compiled}
     config, why = chosen(config, rank, asked.ranks, asked.machine, given, **who)
     options = replace(asked, grid=config.grid, pipeline=1, schedule="", cuts="", microbatches=0)

@@ -53,13 +53,14 @@ from axo.plans.report import LayerPlan, PlanReport
 NOT_BY_HEADS = "attention not by heads: "
 
 
-def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Module:
+def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str], *, chunked_loss: bool = False) -> nn.Module:
     """Replace the layers of ``model`` in place.
 
     Args:
         model: Any serial module, real or on the meta device.
         replacer: Makes the parallel layers.
         plan: Patterns over names; empty: none.
+        chunked_loss: The loss is to be taken of ``model.lm_head``, which must become parallel.
 
     Raises:
         Refused: A pattern matches nothing or asks for what cannot be, or the model cannot be split exactly.
@@ -79,7 +80,9 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     for candidate in candidates:  # nothing has changed yet
         if candidate.decided.kind != "replicate":
             check_no_hooks(candidate.module, f"{type(candidate.module).__name__} {candidate.name!r}")
-
+    split = {candidate.module for candidate in candidates if candidate.decided.kind != "replicate"}
+    if chunked_loss and model.lm_head not in split:
+        raise Refused("parallelize: chunked_loss=True: the head stays serial on every rank; leave it out")
     spread = holders(model, comms)
     _check_spread(model, spread, candidates)
     for candidate in candidates:
