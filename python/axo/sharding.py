@@ -17,8 +17,9 @@ For tests, checkpoints and the edges of a model; a training step has no need of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -130,23 +131,29 @@ def shard_batch(batch: Any, comms: Communicators, *, positions: torch.Tensor | N
         comms: What ``axo.connect`` returned.
         positions: Of a mapping in a context, to cut packed documents by work: of all tokens, ``(rows, tokens)``, from 0
             with each document. The result names the tokens of each rank, ``context_cut``, for a model of plan "auto",
-            and ``axo.nn.context.pieces_of``.
+            which must be given it, and ``axo.nn.context.pieces_of``.
 
     Raises:
-        ValueError: The rows do not divide over the axes that split them, or are packed, nested or sparse.
+        ValueError: The rows do not divide over the axes that split them, or are packed, nested or sparse; or
+            ``positions`` are not of the rows and tokens of each tensor.
     """
     check_comms("shard_batch", comms)
     if positions is None or comms.context.size == 1:
-        return _shard_batch(batch, comms, None)
+        return _shard_batch(batch, partial(_part, comms, None, None))
     if not isinstance(batch, Mapping):
         raise ValueError(f"shard_batch: positions= is of mappings, and this batch is a {type(batch).__name__}")
+    if positions.dim() != 2 or positions.shape[0] % comms.row_parts:
+        raise ValueError(
+            f"shard_batch: positions of shape {tuple(positions.shape)} are not (rows, tokens), of a multiple of"
+            f" {comms.row_parts} rows"
+        )
     rows = positions.shape[0] // comms.row_parts
     work = (positions.narrow(0, rows * comms.row_part, rows) + 1).sum(0).tolist()
     cut = ranges_by_work(work, comms.context.size)
-    return _shard_batch(batch, comms, cut) | {"context_cut": cut}
+    return _shard_batch(batch, partial(_part, comms, cut, positions.shape)) | {"context_cut": cut}
 
 
-def _shard_batch(batch: Any, comms: Communicators, cut: list[list[Range]] | None) -> Any:
+def _shard_batch(batch: Any, part: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, PackedSequence) or (
         isinstance(batch, torch.Tensor) and (batch.is_nested or batch.layout != torch.strided)
     ):
@@ -155,26 +162,43 @@ def _shard_batch(batch: Any, comms: Communicators, cut: list[list[Range]] | None
             " padded or dense one and convert the part"
         )
     if isinstance(batch, torch.Tensor):
-        parts = comms.row_parts
-        if not batch.dim() or batch.shape[0] % parts:
-            raise ValueError(
-                f"shard_batch: a tensor of shape {tuple(batch.shape)} has no rows that divide over"
-                f" {comms.arrangement.describe_rows(comms.grid)}; use a multiple of {parts} rows, or cut it yourself"
-                " and weight the losses by axo.token_weight"
-            )
-        rows = batch.shape[0] // parts
-        return cut_sequence(batch.narrow(0, rows * comms.row_part, rows), comms, cut)
+        return part(batch)
     if isinstance(batch, Mapping):
-        return {key: _shard_batch(value, comms, cut) for key, value in batch.items()}
+        return {key: _shard_batch(value, part) for key, value in batch.items()}
     if is_dataclass(batch) and not isinstance(batch, type):
         mine = copy.copy(batch)
         for field in fields(batch):
-            object.__setattr__(mine, field.name, _shard_batch(getattr(batch, field.name), comms, cut))
+            object.__setattr__(mine, field.name, _shard_batch(getattr(batch, field.name), part))
         return mine
     if isinstance(batch, list | tuple):
-        parts_of = [_shard_batch(each, comms, cut) for each in batch]
+        parts_of = [_shard_batch(each, part) for each in batch]
         return type(batch)(*parts_of) if hasattr(batch, "_fields") else type(batch)(parts_of)
     return batch
+
+
+def _part(
+    comms: Communicators,
+    cut: list[list[Range]] | None,
+    of: tuple[int, ...] | None,
+    tensor: torch.Tensor,
+) -> torch.Tensor:
+    """This rank's rows and tokens; ``of``: the (rows, tokens) that ``cut`` is of, of which one row is of all."""
+    parts = comms.row_parts
+    if not tensor.dim() or tensor.shape[0] % parts:
+        raise ValueError(
+            f"shard_batch: a tensor of shape {tuple(tensor.shape)} has no rows that divide over"
+            f" {comms.arrangement.describe_rows(comms.grid)}; use a multiple of {parts} rows, or cut it yourself"
+            " and weight the losses by axo.token_weight"
+        )
+    if of is not None and (
+        (tensor.shape[0] != of[0] and 1 not in (tensor.shape[0], of[0])) or tensor.shape[1:2] not in ((), of[1:])
+    ):
+        raise ValueError(
+            f"shard_batch: positions of (rows, tokens) = {tuple(of)} are not those of a tensor of shape"
+            f" {tuple(tensor.shape)}; give one for each token of the batch"
+        )
+    rows = tensor.shape[0] // parts
+    return cut_sequence(tensor.narrow(0, rows * comms.row_part, rows), comms, cut)
 
 
 def cut_sequence(tensor: torch.Tensor, comms: Communicators, cut: list[list[Range]] | None = None) -> torch.Tensor:

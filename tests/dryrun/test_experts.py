@@ -69,6 +69,15 @@ def test_the_plan_counts_what_a_dry_run_sends_and_holds(grid: str, experts: int,
     assert max(held.moments.values()) == pytest.approx(record.peak.total, rel=0.05)
 
 
+def test_roles_are_shapes_among_the_holders_of_an_expert() -> None:
+    """An expert's 512 columns over 5 holders are 103, but for the last 100; all others' 256 over z=20 are 13, but for
+    the last 9; the first eight have a row of the router. Each is a role, whichever experts its ranks hold."""
+    config, _ = step("1x1x20x1", 4)
+    assert dryrun.representatives(config) == {0: 8, 1: 0, 8: 8, 16: 3, 19: 1}
+    spread, _ = step("1x1x4x8", 8)
+    assert dryrun.representatives(spread) == {0: 32, 1: 0, 4: 0}
+
+
 def planned(**changes: Any) -> planner.Request:
     """Qwen3-30B-A3B on 256 H100."""
     model = readers.read("Qwen3-30B-A3B", seq_length=4096)

@@ -187,6 +187,21 @@ def mistakes():
     for heads, count, error in ((3, 3, "cannot give a rank's 3 heads"), (4, 2, "2 tokens are not the 3 that rank")):
         with pytest.raises(ValueError, match=error):
             axo.nn.attention(*torch.zeros(3, 2, heads, count, 8), pieces)
+    slopes = torch.ones(4, requires_grad=True)
+    with pytest.raises(axo.Refused, match="alibi gets no gradient, and these slopes require one"):
+        axo.nn.attention(*torch.zeros(3, 2, 4, 3, 8), pieces, alibi=slopes)
+    with torch.no_grad():
+        axo.nn.attention(*torch.zeros(3, 2, 4, 3, 8), pieces, alibi=slopes)
+    batch = {"ids": torch.zeros(4, 32), "count": torch.zeros(4), "more": [torch.zeros(4, 32, 3)]}
+    assert axo.shard_batch(batch, comms, positions=torch.zeros(4, 32))["ids"].shape == (2, 16)
+    for shape, error in (
+        ((4, 28), r"of \(rows, tokens\) = \(4, 28\) are not those of a tensor of shape \(4, 32\)"),
+        ((2, 32), r"of \(rows, tokens\) = \(2, 32\) are not those"),
+        ((3, 32), r"shape \(3, 32\) are not \(rows, tokens\), of a multiple of 2 rows"),
+        ((32,), r"shape \(32,\) are not \(rows, tokens\)"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            axo.shard_batch(batch, comms, positions=torch.zeros(shape))
     with pytest.raises(ValueError, match="context='star' is not known"):
         pieces_of(tokens[:, :3], comms.context, "star")
     with pytest.raises(ValueError, match="numbers of 6 tokens beside 3 tokens of this rank; cut labels"):

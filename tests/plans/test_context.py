@@ -188,6 +188,8 @@ def mistakes():
         config = transformers.LlamaConfig(**HF, **options)
         with pytest.raises(axo.Refused, match=error):
             axo.parallelize(getattr(transformers, f"LlamaFor{kind}")(config), comms, plan="auto")
+    with pytest.raises(axo.Refused, match="a GPT takes no context_cut: it knows no packed documents"):
+        axo.parallelize(GPT(Config(**LLAMA)), comms)(torch.zeros(2, 4, dtype=torch.int64), context_cut=[])
     model = axo.parallelize(GPT(Config(**LLAMA)), comms)
     ids = torch.zeros(2, 4, dtype=torch.int64)
     with pytest.raises(axo.Refused, match="a GPT takes no input_pos"):
@@ -208,6 +210,13 @@ def mistakes():
         model(ids, cu_seq_lens_q=torch.tensor([0, 8]))
     with pytest.raises(axo.Refused, match="logits_to_keep is not supported"):
         model(ids, logits_to_keep=1)
+    place = torch.cat([torch.arange(size) for size in (17, 3, 1, 11)])[None]
+    whole = {"input_ids": torch.zeros(1, 32, dtype=torch.int64), "position_ids": place}
+    batch = axo.shard_batch(whole, comms, positions=place)
+    model(**batch)
+    del batch["context_cut"]
+    with pytest.raises(ValueError, match=r"in row 0 position \d+ comes behind \d+; .* the model the whole dict"):
+        model(**batch)
     with pytest.raises(axo.Refused, match=r"a model in a context .* by a loop of your own"):
         refuse_context(model)
     with pytest.raises(axo.Refused, match="unshard_output: in a context rows are tokens too"):

@@ -64,20 +64,24 @@ def representatives(config: TrainConfig) -> dict[int, int]:
     """
     check(config)
     grid = config.grid
-    comms = recording(grid, 0, context=config.context)
+    comms = recording(grid, 0, context=config.context, experts=config.experts)
     model, _ = loop.build_stages(replace(config, pipeline=1, offload="none"), comms)
-    kinds: dict[tuple[object, ...], Placement] = {}
+    kinds: dict[tuple[object, ...], dict[object, Placement]] = {}
     for module in model.modules():
         if isinstance(module, ParallelLayer):
             for one in module.placements.values():
-                kinds[one.global_shape, one.splits, one.blocks, one.copies] = one
-    roles: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    for rank in range(grid.world_size // grid.data):  # data is outermost, and cuts no weight
+                kind = kinds.setdefault((one.global_shape, one.splits, one.blocks, one.copies), {})
+                kind[one.holders] = one
+    roles: dict[tuple[object, ...], list[int]] = {}
+    # Data is outermost, and cuts no weight, but may spread experts.
+    repeats = grid.data // max(1, config.experts // grid.z)
+    for rank in range(grid.world_size // repeats):
         coords = grid.coords(rank)
-        key = tuple(one.local_shape(grid, coords) for one in kinds.values())
+        # Sorted: which of several experts of one shape a rank holds makes no role.
+        key = tuple(tuple(sorted(one.local_shape(grid, coords) for one in kind.values())) for kind in kinds.values())
         roles.setdefault(key, []).append(rank)
     chosen = {
-        stage * grid.world_size + ranks[0]: len(ranks) * grid.data
+        stage * grid.world_size + ranks[0]: len(ranks) * repeats
         for stage in range(config.pipeline)
         for ranks in roles.values()
     }

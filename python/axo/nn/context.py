@@ -166,8 +166,21 @@ def with_documents(pieces: Pieces, positions: torch.Tensor) -> Pieces:
     Args:
         pieces: The batch.
         positions: Of this rank's tokens, ``(rows or 1, its tokens)``; they begin at 0 with each document.
+
+    Raises:
+        ValueError: One is neither 0 nor behind the one before, as where tokens lie otherwise than ``pieces`` says; on
+            every rank.
     """
-    numbers = whole_tokens((positions == 0).to(torch.uint8), pieces).cumsum(1, dtype=torch.int32)
+    whole = whole_tokens(positions.to(torch.int32), pieces)
+    astray = (whole[:, 1:] != 0) & (whole[:, 1:] != whole[:, :-1] + 1)
+    if bool(astray.any()):
+        row, token = astray.nonzero()[0].tolist()
+        raise ValueError(
+            f"context: in row {row} position {int(whole[row, token + 1])} comes behind {int(whole[row, token])}; those"
+            " of a document count from 0, and a batch that axo.shard_batch(..., positions=) has cut is read with its"
+            " context_cut: give the model the whole dict"
+        )
+    numbers = (whole == 0).cumsum(1, dtype=torch.int32)
     packed = bool((numbers[:, -1:] > 1).any())
     return replace(pieces, documents=numbers) if packed else pieces
 

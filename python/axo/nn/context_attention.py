@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from axo.comm.communicator import group
+from axo.errors import Refused
 from axo.matmul.product import refuse_create_graph
 from axo.matmul.products import compute_dtype
 from axo.nn.context import Pieces, check_heads, pad
@@ -63,7 +64,7 @@ def attention(
 
     Raises:
         ValueError: The tokens are not this rank's, or keys and values have others.
-        Refused: Heads do not divide over the ranks, for kind "heads".
+        Refused: Heads do not divide over the ranks, for kind "heads"; or slopes would need a gradient.
     """
     heads, groups, ranks = query.shape[1], key.shape[1], pieces.ranks
     check_heads("attention", pieces.kind, heads, groups, ranks)
@@ -74,6 +75,8 @@ def attention(
         )
     if alibi is not None and alibi.shape != (heads,):
         raise ValueError(f"attention: alibi of shape {tuple(alibi.shape)} has no slope for each of {heads} heads")
+    if alibi is not None and alibi.requires_grad and torch.is_grad_enabled():
+        raise Refused("attention: alibi gets no gradient, and these slopes require one; give alibi.detach()")
     if key.shape != value.shape or key.shape[2:] != query.shape[2:]:
         raise ValueError(
             f"attention: queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} differ"

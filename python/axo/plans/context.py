@@ -114,6 +114,11 @@ class _LitGPT:
         return self
 
     def _begin(self, model: Any, args: Any, named: dict[str, Any]) -> None:
+        if "context_cut" in named:
+            raise Refused(
+                "forward: a GPT takes no context_cut: it knows no packed documents; cut its batches by"
+                " axo.shard_batch(batch, comms) without positions="
+            )
         if len(args) > 1 or named.get("input_pos") is not None:
             raise Refused("forward: in a context a GPT takes no input_pos: it has no cache, and cannot generate")
         pieces = pieces_of(args[0], self._comms.context, self._kind)
