@@ -111,6 +111,32 @@ def test_a_host_that_was_not_started_is_named(three: Made, monkeypatch: Any) -> 
         three[0].agree({"ran": False}, lambda said: {})
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_host_that_was_not_started_is_named_beside_one_that_was(
+    three: Made, monkeypatch: Any, order: tuple[int, ...]
+) -> None:
+    """The last of three; whoever leads has a connection of its own to the other where it starts after that."""
+    monkeypatch.setattr(launchers, "_START_S", 3.0)
+    three[2]._listener.close()
+    raised: dict[int, str] = {}
+
+    def of(each: Launchers) -> None:
+        try:
+            each.agree({"ran": False}, lambda said: {})
+        except Timeout as error:
+            raised[each.own] = str(error)
+        each._listener.close()  # as the process ends
+
+    threads = [threading.Thread(target=of, args=(three[i],), daemon=True) for i in order]
+    for thread in threads:
+        thread.start()
+        time.sleep(1.0)
+    for thread in threads:
+        thread.join(20)
+    assert sorted(raised) == [0, 1]
+    assert raised[0].startswith("train: hosts: 127.0.0.1 did not come within 3 s")
+
+
 def test_which_host_this_is_and_what_is_no_list(monkeypatch: Any) -> None:
     assert places_of("a,[fd77::1]:5,b:7") == [("a", launchers._PORT), ("fd77::1", 5), ("b", 7)]
     for wrong in ("", "a,,b", "a,a", "a:b", "a:99999", "fd77::1"):

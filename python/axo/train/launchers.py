@@ -150,7 +150,8 @@ class Launchers:
                     if self._talks:
                         await asyncio.wait(self._talks.values(), timeout=_TELL_S)
                     return self._decision.result()
-                if not ran and not lines and loop.time() - began > _START_S:
+                busy = lines.keys() - self._said.keys()  # they are there, and come when their ranks have ended
+                if not ran and not busy and loop.time() - began > _START_S:
                     names = ", ".join(self.places[host][0] for host in awaited)
                     raise Timeout(f"train: hosts: {names} did not come within {_START_S:.3g} s; start it there, too")
                 await asyncio.sleep(_LOOK_S)
