@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import socket
 import threading
 import time
@@ -109,6 +112,54 @@ def test_a_host_that_was_not_started_is_named(three: Made, monkeypatch: Any) -> 
         Timeout, match=r"hosts: 127\.0\.0\.1, 127\.0\.0\.1 did not come within 1 s; start it there, too"
     ):
         three[0].agree({"ran": False}, lambda said: {})
+
+
+@pytest.mark.parametrize("word", ["", "w", "0" * 31, "0" * 33, "G" * 32, "decision " + "0" * 32])
+def test_nothing_is_sealed_with_what_is_no_word(three: Made, word: str) -> None:
+    """Neither a card for a stranger who leads, nor a decision for a host of the run."""
+    with pytest.raises(ValueError, match="no word of a launcher"):
+        asyncio.run(follow(three[1], [word]))
+    with socket.create_connection(three[0].places[0]) as other:
+        replies = other.makefile("rwb")
+
+        def tell() -> None:
+            own = replies.readline()[:-1].decode()
+            card = json.dumps({"host": 1, "ran": True, "is": 1, "word": word})
+            replies.write(secret.sealed(card, f"card {own}").encode() + b"\n")
+            replies.flush()
+
+        teller = threading.Thread(target=tell)
+        teller.start()
+        assert agree(*three, apart=1.0) == all_say(range(3))
+        teller.join(10)
+        assert replies.readline() == b""
+
+
+def test_a_card_is_no_decision(three: Made) -> None:
+    """One host's card, sealed with the words of a talk, is not taken for what the leader of that talk has decided."""
+    word = "0" * 32
+    for place, believed in (("decision", True), ("card", False)):
+        with pytest.raises(secret.Stranger) if not believed else contextlib.nullcontext():
+            assert asyncio.run(follow(three[1], [word, place])) == {"failed": ""}
+
+
+async def follow(launcher: Launchers, says: list[str]) -> Any:
+    """What a launcher hears of a leader that says a word, and then something sealed as a card or a decision."""
+
+    async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(says[0].encode() + b"\n")
+        line = await reader.readline()
+        if line and says[1:]:
+            own = json.loads(secret.opened(line[:-1], f"card {says[0]}"))["word"]
+            writer.write(secret.sealed('{"failed": ""}', f"{says[1]} {says[0]} {own}").encode() + b"\n")
+        writer.close()
+
+    async with await asyncio.start_server(lead, "127.0.0.1", 0) as server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        try:
+            return await launcher._follow(reader, writer, {"ran": False})
+        finally:
+            writer.close()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -7,8 +7,8 @@ host that answers leads: it hears what each has to say, decides, and tells. So n
 it is believed, each proves the job's secret on words that the other has made up:
 
     leader      word
-    another     its word, what it says           sealed (axo.comm.secret) with the leader's word
-    leader      the decision                     sealed with both words
+    another     its word, what it says           sealed (axo.comm.secret) as a card, with the leader's word
+    leader      the decision                     sealed as a decision, with both words
 
 A host is there when its kernel takes a connection, which needs nothing of a launcher that waits for its ranks; one that
 takes none is lost: at once where it refuses, else after ``_TRIES`` of ``_ANSWER_S``. One that is there is waited for.
@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import re
 import secrets
 import socket
 from collections.abc import Callable
@@ -37,7 +38,8 @@ _PORT = 29400
 _ANSWER_S, _TRIES = 0.3, 2  # for a kernel to take a connection
 _LOOK_S, _AGAIN_S, _TELL_S = 0.02, 0.5, 5.0
 _START_S = 300.0  # for the launchers of all hosts to be started
-_MOST = 1 << 20  # bytes of a message
+_MOST, _PIECE = 1 << 20, 1 << 12  # bytes of a message, and of what is read and not kept
+_WORD = 32  # hexadecimal digits
 _BACKLOG, _REFUSALS = 1024, 60
 _KEPT_ALIVE = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 5000}
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -176,26 +178,27 @@ class Launchers:
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, said: Said) -> Said:
         """Tell the leader, once it comes, and hear what it has decided."""
-        theirs, own = await _line(reader), secrets.token_hex(16)
+        theirs, own = _word(await _line(reader)), secrets.token_hex(_WORD // 2)
         card = json.dumps(said | {"host": self.own, "word": own})
-        writer.write(f"{secret.sealed(card, theirs)}\n".encode())
-        return json.loads(secret.opened((await _line(reader)).encode(), theirs + own))
+        writer.write(f"{secret.sealed(card, f'card {theirs}')}\n".encode())
+        return json.loads(secret.opened((await _line(reader)).encode(), f"decision {theirs} {own}"))
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Where this host leads: hear what another has to say, and tell it what is decided."""
         _keep_alive(writer)
-        task, own, host = asyncio.current_task(), secrets.token_hex(16), -1
+        task, own, host = asyncio.current_task(), secrets.token_hex(_WORD // 2), -1
         assert task is not None
         try:
             writer.write(f"{own}\n".encode())
-            card = json.loads(secret.opened((await _line(reader)).encode(), own))
+            card = json.loads(secret.opened((await _line(reader)).encode(), f"card {own}"))
+            place = f"decision {own} {_word(card['word'])}"
             if not self._leads or card["host"] not in range(len(self.places)):
                 return
             host = card["host"]
             self._said[host], self._talks[host] = card, task
-            asyncio.create_task(reader.read()).add_done_callback(lambda _: task.cancel())  # it has ended
+            asyncio.create_task(_end(reader)).add_done_callback(lambda _: task.cancel())  # it has ended
             decision = json.dumps(await asyncio.shield(self._decision))
-            writer.write(f"{secret.sealed(decision, own + card['word'])}\n".encode())
+            writer.write(f"{secret.sealed(decision, place)}\n".encode())
             await writer.drain()
         except (OSError, ValueError, KeyError, TypeError, secret.Stranger, asyncio.CancelledError):
             if self._talks.get(host) is task and not self._decision.done():
@@ -210,6 +213,19 @@ async def _line(reader: asyncio.StreamReader) -> str:
     if not line.endswith(b"\n"):
         raise ConnectionError(errno.ECONNRESET, "it has closed the connection")
     return line[:-1].decode(errors="replace")
+
+
+async def _end(reader: asyncio.StreamReader) -> None:
+    """Until the connection ends; what still comes is not kept."""
+    while await reader.read(_PIECE):
+        pass
+
+
+def _word(text: str) -> str:
+    """A word to seal with. Raises ValueError where it is none."""
+    if not re.fullmatch(rf"[0-9a-f]{{{_WORD}}}", text):
+        raise ValueError("it is no word of a launcher")
+    return text
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:
