@@ -214,7 +214,7 @@ def decision(elastic_: str, heard: dict[int, dict[str, Any]], hosts: int = 4) ->
     copies = elastic.StateCopies("/dev/shm/copies", config, partial(elastic.nearest, config))
     launches = elastic.Launches(copies, cast(Launchers, names))
     usual = launches._said | {"ran": True, "hosts": list(range(hosts)), "copies": {}, "signal": 0}
-    return launches._decide({host: usual | each for host, each in heard.items()})
+    return launches._decide({host: usual | {"place": (f"h{host}", 6)} | each for host, each in heard.items()})
 
 
 def held(*files: int, step: int = 3, checksum: str = "c") -> dict[str, Any]:
@@ -227,6 +227,10 @@ def test_ranks_of_a_lost_host_and_dead_ones_are_missing() -> None:
     assert plan["hosts"] == {"0": 2} and plan["why"] == "host h1 is lost" and plan["event"] == "recovered"
     plan = decision("2:4", {0: {}, 1: {"ranks": 1, "why": "rank 3 was killed"}}, hosts=2)
     assert plan["hosts"] == {"0": 2, "1": 1} and plan["why"] == "rank 3 was killed"
+    plan = decision("2:4", {0: {"ranks": 1, "why": "rank 0 was killed"}, 1: {}}, hosts=2)
+    assert plan["hosts"] == {"0": 1, "1": 2} and plan["place"] == ("h0", 5)  # the host that has lost one has no other
+    plan = decision("1:4", {0: {"ranks": 0, "why": "rank 0 was killed"}, 1: {}}, hosts=2)
+    assert plan["hosts"] == {"1": 2} and plan["place"] == ("h1", 6)  # where rank 0 is
     plan = decision("1:4", {1: {"ranks": 1}, 2: {"ranks": 0, "why": "rank 2 was killed"}, 3: {"ranks": 0}})
     assert plan["hosts"] == {"1": 1} and plan["why"] == "host h0 is lost; rank 2 was killed"  # the others wait
 
