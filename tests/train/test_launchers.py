@@ -204,6 +204,26 @@ def test_which_host_this_is_and_what_is_no_list(monkeypatch: Any) -> None:
     first._listener.close()
 
 
+def test_a_name_that_is_a_loopback_address_here_is_told(monkeypatch: Any) -> None:
+    """As where /etc/hosts gives a host's own name 127.0.1.1."""
+    names = {"one": "192.0.2.1", "two": "127.0.1.1", "three": "127.0.0.1"}
+
+    def resolve(name: str, port: int, **options: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (names.get(name, name), port))]
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("AXO_SECRET", "s" * 32)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    for hosts in ("one,two", "two,one", "two,192.0.2.1"):
+        with pytest.raises(ValueError, match=r"two is 127\.0\.1\.1 on this host, which no other host reaches"):
+            Launchers(hosts)
+    for hosts in (f"two:{port},three:{port}", f"two:{port}", f"127.0.0.1:{port},one"):  # all of one machine; an address
+        own = Launchers(hosts)
+        assert own.own == 0
+        own._listener.close()
+
+
 # --- what is decided --------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ import re
 import secrets
 import socket
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -61,6 +62,14 @@ def places_of(hosts: str) -> list[tuple[str, int]]:
     return places
 
 
+def _is_loopback(place: tuple[str, int]) -> bool:
+    """Whether this host alone is reached at ``place``; where a name is unknown, its host is as well another."""
+    try:
+        return ip_address(str(socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][4][0])).is_loopback
+    except OSError:
+        return False
+
+
 class Launchers:
     """This launcher among those of its run.
 
@@ -68,7 +77,7 @@ class Launchers:
         hosts: The list, the same on each host; this host is the one whose address is its own.
 
     Raises:
-        ValueError: This host is not in it, or something else listens there.
+        ValueError: This host is not in it, or by a name of a loopback address; or something else listens there.
 
     Attributes:
         own: This host's number in the list.
@@ -87,6 +96,11 @@ class Launchers:
         for number, place in enumerate(self.places):
             try:
                 family, *_, address = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0]
+                if address[0] != place[0] and _is_loopback(place) and not all(map(_is_loopback, self.places)):
+                    raise ValueError(
+                        f"train: hosts: {place[0]} is {address[0]} on this host, which no other host reaches; name this"
+                        " host by the address that others reach, or mend its /etc/hosts"
+                    )
                 return number, socket.create_server(address[:2], family=family, backlog=_BACKLOG)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
