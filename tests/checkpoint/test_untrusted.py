@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import axo
-from axo.checkpoint import consolidate, load
+from axo.checkpoint import consolidate, load, mirrors
 from axo.checkpoint.folder import METADATA
 from axo.checkpoint.ranks import checkpoint_group, share
+from axo.errors import Error
 from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
 from tests.checkpoint import hostile
 from tests.checkpoint.hostile import Bomb, model, rewrite
@@ -240,3 +241,30 @@ def test_plain_values_come_as_they_were_sent() -> None:
     first, second = run_ranks(send, 2, "plain values", "")
     assert first == second and first[0] == first[1]
     assert first[0].startswith("(1, [None, True, 0.5], {'a': tensor([[1., 1., 1.],") and "size=(0, 4)" in first[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *(("name", 4), ("../name", 4), ("a/name", 4), ("..", 4), ("", 4), ("a\0", 4), (5, 4)),
+        *(("file", -1), ("file", 1 << 60), ("file", "4"), ("file", True), ("file", 4.0)),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_file_that_another_host_names_lies_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, size: Any
+) -> None:
+    """The other of two hosts has such a file to give; nothing is written, in the folder or elsewhere."""
+    if name == "name":
+        name = str(tmp_path / name)  # joined to a folder it is itself
+    told = iter(["another host", (name, size), {name: size}])
+    monkeypatch.setattr(mirrors, "share", lambda group, value: [value, next(told)])
+    folder, both = tmp_path / "folder", mirrors.Mirrors(None)
+    (folder / "a").mkdir(parents=True)
+    (folder / "own").write_bytes(b"1234")
+    before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
+    with pytest.raises(Error, match=r"rank 1 names .* which is no file of the folder and its bytes"):
+        both.exchange(folder, "own")
+    with pytest.raises(Error, match=r"rank 1 names .* which is no file of the folder and its bytes"):
+        both.complete(folder)
+    assert before == {path: path.stat().st_size for path in tmp_path.rglob("*")}

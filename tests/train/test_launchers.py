@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import socket
 import threading
 import time
@@ -111,6 +114,80 @@ def test_a_host_that_was_not_started_is_named(three: Made, monkeypatch: Any) -> 
         three[0].agree({"ran": False}, lambda said: {})
 
 
+@pytest.mark.parametrize("word", ["", "w", "0" * 31, "0" * 33, "G" * 32, "decision " + "0" * 32])
+def test_nothing_is_sealed_with_what_is_no_word(three: Made, word: str) -> None:
+    """Neither a card for a stranger who leads, nor a decision for a host of the run."""
+    with pytest.raises(ValueError, match="no word of a launcher"):
+        asyncio.run(follow(three[1], [word]))
+    with socket.create_connection(three[0].places[0]) as other:
+        replies = other.makefile("rwb")
+
+        def tell() -> None:
+            own = replies.readline()[:-1].decode()
+            card = json.dumps({"host": 1, "ran": True, "is": 1, "word": word})
+            replies.write(secret.sealed(card, f"card {own}").encode() + b"\n")
+            replies.flush()
+
+        teller = threading.Thread(target=tell)
+        teller.start()
+        assert agree(*three, apart=1.0) == all_say(range(3))
+        teller.join(10)
+        assert replies.readline() == b""
+
+
+def test_a_card_is_no_decision(three: Made) -> None:
+    """One host's card, sealed with the words of a talk, is not taken for what the leader of that talk has decided."""
+    word = "0" * 32
+    for place, believed in (("decision", True), ("card", False)):
+        with pytest.raises(secret.Stranger) if not believed else contextlib.nullcontext():
+            assert asyncio.run(follow(three[1], [word, place])) == {"failed": ""}
+
+
+async def follow(launcher: Launchers, says: list[str]) -> Any:
+    """What a launcher hears of a leader that says a word, and then something sealed as a card or a decision."""
+
+    async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(says[0].encode() + b"\n")
+        line = await reader.readline()
+        if line and says[1:]:
+            own = json.loads(secret.opened(line[:-1], f"card {says[0]}"))["word"]
+            writer.write(secret.sealed('{"failed": ""}', f"{says[1]} {says[0]} {own}").encode() + b"\n")
+        writer.close()
+
+    async with await asyncio.start_server(lead, "127.0.0.1", 0) as server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        try:
+            return await launcher._follow(reader, writer, {"ran": False})
+        finally:
+            writer.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_host_that_was_not_started_is_named_beside_one_that_was(
+    three: Made, monkeypatch: Any, order: tuple[int, ...]
+) -> None:
+    """The last of three; whoever leads has a connection of its own to the other where it starts after that."""
+    monkeypatch.setattr(launchers, "_START_S", 3.0)
+    three[2]._listener.close()
+    raised: dict[int, str] = {}
+
+    def of(each: Launchers) -> None:
+        try:
+            each.agree({"ran": False}, lambda said: {})
+        except Timeout as error:
+            raised[each.own] = str(error)
+        each._listener.close()  # as the process ends
+
+    threads = [threading.Thread(target=of, args=(three[i],), daemon=True) for i in order]
+    for thread in threads:
+        thread.start()
+        time.sleep(1.0)
+    for thread in threads:
+        thread.join(20)
+    assert sorted(raised) == [0, 1]
+    assert raised[0].startswith("train: hosts: 127.0.0.1 did not come within 3 s")
+
+
 def test_which_host_this_is_and_what_is_no_list(monkeypatch: Any) -> None:
     assert places_of("a,[fd77::1]:5,b:7") == [("a", launchers._PORT), ("fd77::1", 5), ("b", 7)]
     for wrong in ("", "a,,b", "a,a", "a:b", "a:99999", "fd77::1"):
@@ -127,6 +204,26 @@ def test_which_host_this_is_and_what_is_no_list(monkeypatch: Any) -> None:
     first._listener.close()
 
 
+def test_a_name_that_is_a_loopback_address_here_is_told(monkeypatch: Any) -> None:
+    """As where /etc/hosts gives a host's own name 127.0.1.1."""
+    names = {"one": "192.0.2.1", "two": "127.0.1.1", "three": "127.0.0.1"}
+
+    def resolve(name: str, port: int, **options: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (names.get(name, name), port))]
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("AXO_SECRET", "s" * 32)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    for hosts in ("one,two", "two,one", "two,192.0.2.1"):
+        with pytest.raises(ValueError, match=r"two is 127\.0\.1\.1 on this host, which no other host reaches"):
+            Launchers(hosts)
+    for hosts in (f"two:{port},three:{port}", f"two:{port}", f"127.0.0.1:{port},one"):  # all of one machine; an address
+        own = Launchers(hosts)
+        assert own.own == 0
+        own._listener.close()
+
+
 # --- what is decided --------------------------------------------------------------------------------------------------
 
 
@@ -137,7 +234,7 @@ def decision(elastic_: str, heard: dict[int, dict[str, Any]], hosts: int = 4) ->
     copies = elastic.StateCopies("/dev/shm/copies", config, partial(elastic.nearest, config))
     launches = elastic.Launches(copies, cast(Launchers, names))
     usual = launches._said | {"ran": True, "hosts": list(range(hosts)), "copies": {}, "signal": 0}
-    return launches._decide({host: usual | each for host, each in heard.items()})
+    return launches._decide({host: usual | {"place": (f"h{host}", 6)} | each for host, each in heard.items()})
 
 
 def held(*files: int, step: int = 3, checksum: str = "c") -> dict[str, Any]:
@@ -150,6 +247,10 @@ def test_ranks_of_a_lost_host_and_dead_ones_are_missing() -> None:
     assert plan["hosts"] == {"0": 2} and plan["why"] == "host h1 is lost" and plan["event"] == "recovered"
     plan = decision("2:4", {0: {}, 1: {"ranks": 1, "why": "rank 3 was killed"}}, hosts=2)
     assert plan["hosts"] == {"0": 2, "1": 1} and plan["why"] == "rank 3 was killed"
+    plan = decision("2:4", {0: {"ranks": 1, "why": "rank 0 was killed"}, 1: {}}, hosts=2)
+    assert plan["hosts"] == {"0": 1, "1": 2} and plan["place"] == ("h0", 5)  # the host that has lost one has no other
+    plan = decision("1:4", {0: {"ranks": 0, "why": "rank 0 was killed"}, 1: {}}, hosts=2)
+    assert plan["hosts"] == {"1": 2} and plan["place"] == ("h1", 6)  # where rank 0 is
     plan = decision("1:4", {1: {"ranks": 1}, 2: {"ranks": 0, "why": "rank 2 was killed"}, 3: {"ranks": 0}})
     assert plan["hosts"] == {"1": 1} and plan["why"] == "host h0 is lost; rank 2 was killed"  # the others wait
 

@@ -95,6 +95,23 @@ def test_a_log_without_such_figures_is_one_error(tmp_path, text, message):
         slow.live(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["rank", "steps", "times", "step"])
+def test_what_a_log_says_of_a_slow_rank_is_numbers(tmp_path, key):
+    """A text would reach the terminal, which obeys it."""
+    step = {"kind": "step", "step": 20, "seconds": 1.0, "worked": [1.0, 2.0], "spread": {"x": 1.0}}
+    named = {"kind": "slow", "step": 20, "rank": 1, "host": "\x1b[2J", "times": 2.0, "steps": 20}
+    for line in (named, named | {key: "\x1b[2J"}):
+        log = [{"kind": "header", "hosts": ["a", "b"], "grid": "2x1x1x1"}, step, line]
+        (tmp_path / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in log))
+        if line is named:
+            said = slow.live(tmp_path)[2][-1]
+            assert said.startswith("step 21: rank 1 on ") and "for 20 steps" in said and "\x1b" not in said
+            continue
+        with pytest.raises(ValueError, match="is no log of a run with times of its ranks") as raised:
+            slow.live(tmp_path)
+        assert "\x1b" not in str(raised.value)
+
+
 def test_live_wants_one_run(tmp_path):
     for arguments in (["--live"], ["--live", str(tmp_path / "none")], ["--live", "a", "b"]):
         assert CliRunner().invoke(app, ["info", *arguments]).exit_code != 0

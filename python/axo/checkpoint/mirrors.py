@@ -18,11 +18,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from axo import files
 from axo.checkpoint import folder as folders
 from axo.checkpoint.ranks import rank_in, share
 from axo.comm.extension import _C
+from axo.errors import Error
 
 _PART = ".part"  # how the name of a file ends that is being received
+_MOST = 1 << 48  # bytes of a file
 
 
 class _FileCopy(NamedTuple):
@@ -62,8 +65,13 @@ class Mirrors:
         self._newest = newest
 
     def exchange(self, folder: Path, name: str) -> list[str]:
-        """Give a copy of this rank's file ``name`` to its mirror. Collective. Returns what has failed on each rank."""
-        names, transfers, problem = share(self._group, (name, (folder / name).stat().st_size)), [], ""
+        """Give a copy of this rank's file ``name`` to its mirror. Collective. Returns what has failed on each rank.
+
+        Raises:
+            axo.errors.Error: A rank names what is no file of the folder; on every rank.
+        """
+        told = share(self._group, (name, (folder / name).stat().st_size))
+        names, transfers, problem = [_checked(rank, each) for rank, each in enumerate(told)], [], ""
         for host, following in zip(self._hosts, (*self._hosts[1:], self._hosts[0]), strict=True):
             for i, source in enumerate(host):
                 target = source if host is following else following[i % len(following)]
@@ -82,21 +90,20 @@ class Mirrors:
 
         Raises:
             OSError: This host has no room for it, or another.
+            axo.errors.Error: A rank names what is no file of the folder; on every rank.
         """
         own: dict[str, int] = {}
         if self._rank == self.first:
             checkpoint.mkdir(parents=True, exist_ok=True)
             own = {name: size for name, size in files_of(checkpoint).items() if size}
-        told = share(self._group, own)
-        sizes: dict[str, int] = {}
-        for each in told:
-            sizes |= each
+        told = [_checked_files(rank, each) for rank, each in enumerate(share(self._group, own))]
         transfers = []
-        for i, (name, size) in enumerate(sorted(sizes.items())):  # axo.json, which says that it is complete, is last
+        for i, name in enumerate(sorted(set().union(*told))):  # axo.json, which says that it is complete, is last
             holders = [host for host in self._hosts if name in told[host[0]]]
             for host in self._hosts:
                 if host not in holders:
                     source = holders[i % len(holders)]
+                    size = told[source[0]][name]
                     transfers.append(_FileCopy(source[i % len(source)], host[i % len(host)], name, size))
         if any(problems := self._transfer(checkpoint, transfers)):
             raise OSError("; ".join(filter(None, problems)))
@@ -126,6 +133,22 @@ class Mirrors:
             if each.target == self._rank:
                 os.replace(folder / f"{each.name}{_PART}", folder / each.name)
         return share(self._group, "")
+
+
+def _checked(rank: int, told: object) -> tuple[str, int]:
+    """A file's name and bytes, as ``rank`` tells them, which are written to.
+
+    Raises:
+        axo.errors.Error: It is no name of a file in a folder, or no number of bytes.
+    """
+    match told:
+        case [str(name), int(size)] if files.is_confined(name) and type(size) is int and 0 <= size <= _MOST:
+            return name, size
+    raise Error(f"checkpoint: rank {rank} names {files.shown(told)}, which is no file of the folder and its bytes")
+
+
+def _checked_files(rank: int, told: object) -> dict[str, int]:
+    return dict(_checked(rank, each) for each in (told.items() if isinstance(told, dict) else [told]))
 
 
 def files_of(checkpoint: Path) -> dict[str, int]:

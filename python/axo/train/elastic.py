@@ -262,6 +262,7 @@ class Launches:
             markers = {path: folders.read_marker(path) for path in complete(copies.folder)}
             own = {path.name: [each.run, each.metadata, files_of(path)] for path, each in markers.items() if each}
             said = self._said | {"copies": own, "signal": copies.signals[0] if copies.signals else 0}
+            said["place"] = self._place()
             plan = self._decide({0: said}) if self._launchers is None else self._launchers.agree(said, self._decide)
             if plan["failed"]:
                 if self._error is not None and str(self._error) == plan["failed"]:
@@ -275,7 +276,7 @@ class Launches:
             if str(self._own) in plan["hosts"]:
                 break
             self._say(self._most)
-            print("axo train: waits, as the run has fewer ranks than hosts", flush=True)
+            print("axo train: waits, as the run has no rank for this host", flush=True)
         hosts = {int(host): ranks for host, ranks in plan["hosts"].items()}
         first, world = sum(ranks for host, ranks in hosts.items() if host < self._own), sum(hosts.values())
         self.ranks, self.config = hosts[self._own], copies.on_ranks(world) if plan["event"] else copies.original
@@ -289,6 +290,10 @@ class Launches:
         if plan["event"] and first == 0:
             print(f"axo train: {plan['why']}; goes on with {world} ranks on grid {self.config.shown}", flush=True)
         return True
+
+    def _place(self) -> tuple[str, int] | None:
+        """Where ranks meet if this host has rank 0."""
+        return None if self._launchers is None else self._launchers.meeting_place()
 
     def _decide(self, said: dict[int, Said]) -> Said:
         """What all hosts do, from what those that are there have said."""
@@ -309,7 +314,8 @@ class Launches:
         if plan["failed"] or plan["done"]:
             return plan
         told = "; ".join(why) or (f"{Path(original.out, RANKS_NAME)} said so" if asked else "hosts lost each other")
-        most = min(sum(self._most if asked else each["ranks"] for each in said.values()), asked or original.ranks)
+        room = {host: self._most if asked else each["ranks"] for host, each in said.items()}
+        most = min(sum(room.values()), asked or original.ranks)
         run = _fitting(original, self._copies.on_ranks, most) if ran else original
         try:
             resume, identity = self._newest(said)
@@ -317,10 +323,10 @@ class Launches:
             run = str(error)
         if isinstance(run, str):
             return plan | {"failed": self._ends(told, run), "lost": True}
-        least, more = divmod(run.ranks, len(said))
-        ranks = {str(host): least + (i < more) for i, host in enumerate(said) if least + (i < more)}
+        ranks = {str(host): count for host, count in _shares(run.ranks, room).items() if count}
         plan |= {"event": "" if not ran else "resized" if asked else "recovered", "resume": resume, "run": identity}
-        place = None if self._launchers is None else self._launchers.meeting_place()
+        first = int(next(iter(ranks)))
+        place = self._place() if first == self._own else said[first]["place"]
         return plan | {"hosts": ranks, "why": told, "place": place}
 
     def _newest(self, said: dict[int, Said]) -> tuple[str | None, str | None]:
@@ -383,6 +389,14 @@ def requested_run(config: TrainConfig, copies: StateCopies) -> TrainConfig | Non
             copies.complaint = why
     print(f"axo train: {why}; goes on with {config.ranks} ranks", flush=True)
     return None
+
+
+def _shares(ranks: int, room: dict[int, int]) -> dict[int, int]:
+    """How many of so many ranks each host has: as even as the room of each allows, a lower host first."""
+    shares = dict.fromkeys(room, 0)
+    for _ in range(ranks):
+        shares[min((host for host in room if shares[host] < room[host]), key=shares.__getitem__)] += 1
+    return shares
 
 
 def _bounds(config: TrainConfig) -> tuple[int, int]:

@@ -7,8 +7,8 @@ host that answers leads: it hears what each has to say, decides, and tells. So n
 it is believed, each proves the job's secret on words that the other has made up:
 
     leader      word
-    another     its word, what it says           sealed (axo.comm.secret) with the leader's word
-    leader      the decision                     sealed with both words
+    another     its word, what it says           sealed (axo.comm.secret) as a card, with the leader's word
+    leader      the decision                     sealed as a decision, with both words
 
 A host is there when its kernel takes a connection, which needs nothing of a launcher that waits for its ranks; one that
 takes none is lost: at once where it refuses, else after ``_TRIES`` of ``_ANSWER_S``. One that is there is waited for.
@@ -23,9 +23,11 @@ import asyncio
 import contextlib
 import errno
 import json
+import re
 import secrets
 import socket
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,7 +39,8 @@ _PORT = 29400
 _ANSWER_S, _TRIES = 0.3, 2  # for a kernel to take a connection
 _LOOK_S, _AGAIN_S, _TELL_S = 0.02, 0.5, 5.0
 _START_S = 300.0  # for the launchers of all hosts to be started
-_MOST = 1 << 20  # bytes of a message
+_MOST, _PIECE = 1 << 20, 1 << 12  # bytes of a message, and of what is read and not kept
+_WORD = 32  # hexadecimal digits
 _BACKLOG, _REFUSALS = 1024, 60
 _KEPT_ALIVE = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 5000}
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -59,6 +62,14 @@ def places_of(hosts: str) -> list[tuple[str, int]]:
     return places
 
 
+def _is_loopback(place: tuple[str, int]) -> bool:
+    """Whether this host alone is reached at ``place``; where a name is unknown, its host is as well another."""
+    try:
+        return ip_address(str(socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][4][0])).is_loopback
+    except OSError:
+        return False
+
+
 class Launchers:
     """This launcher among those of its run.
 
@@ -66,7 +77,7 @@ class Launchers:
         hosts: The list, the same on each host; this host is the one whose address is its own.
 
     Raises:
-        ValueError: This host is not in it, or something else listens there.
+        ValueError: This host is not in it, or by a name of a loopback address; or something else listens there.
 
     Attributes:
         own: This host's number in the list.
@@ -85,6 +96,11 @@ class Launchers:
         for number, place in enumerate(self.places):
             try:
                 family, *_, address = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0]
+                if address[0] != place[0] and _is_loopback(place) and not all(map(_is_loopback, self.places)):
+                    raise ValueError(
+                        f"train: hosts: {place[0]} is {address[0]} on this host, which no other host reaches; name this"
+                        " host by the address that others reach, or mend its /etc/hosts"
+                    )
                 return number, socket.create_server(address[:2], family=family, backlog=_BACKLOG)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
@@ -150,7 +166,8 @@ class Launchers:
                     if self._talks:
                         await asyncio.wait(self._talks.values(), timeout=_TELL_S)
                     return self._decision.result()
-                if not ran and not lines and loop.time() - began > _START_S:
+                busy = lines.keys() - self._said.keys()  # they are there, and come when their ranks have ended
+                if not ran and not busy and loop.time() - began > _START_S:
                     names = ", ".join(self.places[host][0] for host in awaited)
                     raise Timeout(f"train: hosts: {names} did not come within {_START_S:.3g} s; start it there, too")
                 await asyncio.sleep(_LOOK_S)
@@ -175,26 +192,27 @@ class Launchers:
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, said: Said) -> Said:
         """Tell the leader, once it comes, and hear what it has decided."""
-        theirs, own = await _line(reader), secrets.token_hex(16)
+        theirs, own = _word(await _line(reader)), secrets.token_hex(_WORD // 2)
         card = json.dumps(said | {"host": self.own, "word": own})
-        writer.write(f"{secret.sealed(card, theirs)}\n".encode())
-        return json.loads(secret.opened((await _line(reader)).encode(), theirs + own))
+        writer.write(f"{secret.sealed(card, f'card {theirs}')}\n".encode())
+        return json.loads(secret.opened((await _line(reader)).encode(), f"decision {theirs} {own}"))
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Where this host leads: hear what another has to say, and tell it what is decided."""
         _keep_alive(writer)
-        task, own, host = asyncio.current_task(), secrets.token_hex(16), -1
+        task, own, host = asyncio.current_task(), secrets.token_hex(_WORD // 2), -1
         assert task is not None
         try:
             writer.write(f"{own}\n".encode())
-            card = json.loads(secret.opened((await _line(reader)).encode(), own))
+            card = json.loads(secret.opened((await _line(reader)).encode(), f"card {own}"))
+            place = f"decision {own} {_word(card['word'])}"
             if not self._leads or card["host"] not in range(len(self.places)):
                 return
             host = card["host"]
             self._said[host], self._talks[host] = card, task
-            asyncio.create_task(reader.read()).add_done_callback(lambda _: task.cancel())  # it has ended
+            asyncio.create_task(_end(reader)).add_done_callback(lambda _: task.cancel())  # it has ended
             decision = json.dumps(await asyncio.shield(self._decision))
-            writer.write(f"{secret.sealed(decision, own + card['word'])}\n".encode())
+            writer.write(f"{secret.sealed(decision, place)}\n".encode())
             await writer.drain()
         except (OSError, ValueError, KeyError, TypeError, secret.Stranger, asyncio.CancelledError):
             if self._talks.get(host) is task and not self._decision.done():
@@ -209,6 +227,19 @@ async def _line(reader: asyncio.StreamReader) -> str:
     if not line.endswith(b"\n"):
         raise ConnectionError(errno.ECONNRESET, "it has closed the connection")
     return line[:-1].decode(errors="replace")
+
+
+async def _end(reader: asyncio.StreamReader) -> None:
+    """Until the connection ends; what still comes is not kept."""
+    while await reader.read(_PIECE):
+        pass
+
+
+def _word(text: str) -> str:
+    """A word to seal with. Raises ValueError where it is none."""
+    if not re.fullmatch(rf"[0-9a-f]{{{_WORD}}}", text):
+        raise ValueError("it is no word of a launcher")
+    return text
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:

@@ -78,9 +78,10 @@ def slowest(worked: Sequence[float], ranks: int) -> tuple[float, int]:
 
 def words(line: dict[str, Any]) -> str:
     """A line of a slow rank, for people."""
+    rank, times, steps = int(line["rank"]), line["times"], int(line["steps"])
     return (
-        f"rank {line['rank']} on {files.shown(line['host'])} has worked {line['times']:.2f} times as long as the others"
-        f" for {line['steps']} steps, and they wait for it"
+        f"rank {rank} on {files.shown(line['host'])} has worked {times:.2f} times as long as the others"
+        f" for {steps} steps, and they wait for it"
     )
 
 
