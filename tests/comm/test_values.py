@@ -1,9 +1,12 @@
 """What ranks send each other: it comes as it was sent, or is refused, and nothing of it runs."""
 
 import dataclasses
+import enum
 import json
 import pickle
 import random
+import re
+import sys
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
+from axo.comm import values
 from axo.comm.values import pack, unpack
 from axo.errors import Error
 from tests.checkpoint.hostile import Bomb
@@ -30,6 +34,22 @@ class Sample:
 @dataclasses.dataclass(slots=True)
 class Slotted:
     ids: list
+
+
+class Tagged(list):
+    __slots__ = ("tag",)
+
+
+class Split(enum.StrEnum):
+    TRAIN = "train"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Word(str):
+    pass
 
 
 class Batch(UserDict):
@@ -96,6 +116,16 @@ def of_every_dtype():
     return {str(each): torch.arange(48, dtype=torch.uint8).view(each) for each in whole if each is not torch.bool}
 
 
+def tagged():
+    value = Tagged([1])
+    value.tag = "a"
+    return value
+
+
+def deep(levels):
+    return {"more": deep(levels - 1)} if levels else 1
+
+
 def loud():
     value = Loud()
     OrderedDict.__setitem__(value, "a", 1)
@@ -118,6 +148,7 @@ VALUES = {
     "dicts": [OrderedDict(b=1, a=2), Counter("aab"), defaultdict(list, {"a": [1]}), defaultdict(None, {1: 2}), loud()],
     "classes": [Sample(torch.ones(2), "s"), Slotted([1]), Batch({"ids": torch.ones(3)}, "train")],
     "errors": [ValueError("a", 1), KeyError("k"), OSError(2, "gone", "file"), Bad("there"), _GROUP],
+    "enums": [Split.TRAIN, Level.LOW],
     "state of random": random.Random(0).getstate(),
 }
 
@@ -146,6 +177,17 @@ def test_what_a_tokenizer_returns_comes_whole():
     assert received.word_ids(0) == batch.word_ids(0) and received.tokens(1) == ["b", "?"]
     output = unpack(pack(CausalLMOutput(logits=torch.ones(2))))
     assert type(output) is CausalLMOutput and output.logits.tolist() == output["logits"].tolist() == [1, 1]
+
+
+def test_slots_of_a_list_come_with_it():
+    received = unpack(pack(tagged()))
+    assert type(received) is Tagged and received == [1] and received.tag == "a"
+
+
+def test_what_a_reader_has_room_for_is_known_to_the_sender():
+    assert unpack(pack(deep(100))) == deep(100)
+    with pytest.raises(TypeError, match="a dict that is nested too deeply"):
+        unpack(pack(deep(101)))
 
 
 def test_a_tensor_that_stands_twice_is_sent_once_and_has_storage_of_its_own():
@@ -190,6 +232,11 @@ def circle():
         (defaultdict(lambda: 1), "a defaultdict of <function"),
         (open, "builtin_function_or_method"),
         (Free, "builtins:type"),
+        (np.zeros((1, 1)).view(np.matrix), "numpy:matrix cannot be sent"),
+        (Word("a"), "Word cannot be sent"),
+        (re.I | re.M, "is no member of an imported module's enum"),
+        (Tagged(), "a dict cannot be sent to other ranks (AttributeError: "),
+        (np.zeros(1, np.dtype(("V2", [("a", "i2")]))), "a numpy array of"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-",  # of an object it would be an address
 )
@@ -199,10 +246,30 @@ def test_what_cannot_be_sent_is_named(value, message):
     assert message in str(error.value)
 
 
-def test_an_error_that_cannot_be_sent_is_told_in_words():
-    error = ValueError("why", Free())
-    received = unpack(pack(error))
-    assert type(received) is RuntimeError and str(received).startswith("ValueError: ('why', <tests")
+@pytest.mark.parametrize(("held", "said"), [(Free(), "<tests"), (Tagged(), "[]")], ids=["free", "unset slot"])
+def test_an_error_that_cannot_be_sent_is_told_in_words(held, said):
+    received = unpack(pack(ValueError("why", held)))
+    assert type(received) is RuntimeError and str(received).startswith(f"ValueError: ('why', {said}")
+
+
+@pytest.mark.parametrize("args", [("why",), ("why", [Slotted([1])])])
+def test_an_error_of_a_class_that_only_the_sender_has_is_told_in_words(args, monkeypatch):
+    message = pack(Bad("there") if len(args) == 1 else ValueError(*args))
+    monkeypatch.delitem(sys.modules, __name__)
+    received = unpack(message)
+    assert type(received) is RuntimeError
+    assert str(received).startswith("Bad: [Errno 2] not there: 'there'" if len(args) == 1 else "ValueError: ('why', [")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_what_ends_a_process_is_told_in_words(error):
+    assert str(unpack(pack(error))) == f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1 << 40])
+def test_a_broadcast_of_no_size_is_refused(size):
+    with pytest.raises(Error, match=f"a rank has sent {size} bytes"):
+        values.broadcast(None, lambda tensor: tensor.fill_(size), False, torch.device("cpu"))
 
 
 def message_of(value, data=b""):
@@ -210,6 +277,7 @@ def message_of(value, data=b""):
     return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text.encode() + data), dtype=torch.uint8)
 
 
+BYTES = [["uint8", [3], "cpu", False]]
 HOSTILE = {
     "no class": {"object": ["os:system", [], {}]},
     "a function": {"object": ["builtins:eval", ["1"], {}]},
@@ -225,6 +293,13 @@ HOSTILE = {
     "more than there is": {"tensors": [["float64", [1 << 40], "cpu", False]], "value": 1},
     "less than there is": {"tensors": [["uint8", [1], "cpu", False]], "value": {"tensor": 0}},
     "deep": "[" * 100000,
+    "a function for a dtype": {"dtype": "load"},
+    "SystemExit": {"object": ["builtins:SystemExit", [], {}]},
+    "no member": {"enum": ["tests.comm.test_values:Split", "mro"]},
+    "no enum": {"enum": ["tests.comm.test_values:Pair", "first"]},
+    "an array twice": {"tensors": BYTES, "value": [{"array": ["|u1", [3], False, {"tensor": 0}]}] * 2},
+    "rows of a tensor": {"tensors": BYTES, "value": {"tuple": {"tensor": 0}}},
+    "a list of rows": {"tensors": BYTES, "value": {"object": ["tests.comm.test_values:Tagged", {"tensor": 0}, {}]}},
 }
 
 

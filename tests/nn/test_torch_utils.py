@@ -124,13 +124,17 @@ def one_parameter(grid):
 
 
 PENALTIES = {
-    "norm": lambda p: p.norm(), "mean": lambda p: p.abs().mean(), "root": lambda p: 0.1 * p.square().sum().sqrt(),
+    "norm": lambda p: p.norm(), "square": lambda p: p.norm() ** 2,
+    "mean": lambda p: p.abs().mean(), "root": lambda p: 0.1 * p.square().sum().sqrt(),
     "largest": lambda p: p.abs().max(), "spectral": lambda p: torch.linalg.svdvals(p.flatten(1)).max(),
     "mse": lambda p: nn.functional.mse_loss(p, torch.zeros_like(p)), "foreach": lambda p: torch._foreach_norm([p])[0],
 }  # fmt: skip
 PENALTIES_OF_ELEMENTS = {
     "sum": lambda p: 0.1 * p.square().sum() / 3,
     "mean of sums": lambda p: torch.stack([p.square().sum(), p.abs().sum()]).mean(),
+    "sum of sizes": lambda p: p.norm(1) + torch.norm(p, 1),
+    "mean of one": lambda p: 0.1 * torch.dot(p.flatten(), p.flatten()).mean(),
+    "torch's loss": lambda p: 0.1 * nn.functional.mse_loss(p, torch.zeros_like(p), reduction="sum").mean(),
 }
 
 
@@ -153,7 +157,11 @@ def penalties(grid):
     assert torch.autograd._engine_run_backward is engine
     for name, penalty in PENALTIES.items():
         _, model = models(comms)
-        with pytest.raises(axo.Refused, match=r"of '0.weight', of which.*axo.unshard") if split else Silence():
+        with (
+            pytest.raises(axo.Refused, match=r"of '0.weight', of which.*axo.unshard.*take p.square")
+            if split
+            else Silence()
+        ):
             loss(model, penalty).backward()
             assert not split, name
     for name, penalty in PENALTIES_OF_ELEMENTS.items():

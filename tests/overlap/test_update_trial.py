@@ -353,6 +353,20 @@ def test_what_cannot_be_tried_says_why() -> None:
     assert sparse.share == 0 and "does not support dense gradients" in sparse.reason
 
 
+class Scaled(Base):
+    """Its step takes something, which is no closure."""
+
+    def step(self, scale: Any = None) -> Any:
+        self.scale = 1.0 if scale is None else 0.5 * scale
+        return super().step()
+
+
+@pytest.mark.parametrize(("make", "differs"), [(Scaled, False), (type("Norms", (Scaled, A), {}), True)])
+def test_a_step_that_takes_no_closure_is_tried_without(make: Any, differs: bool) -> None:
+    difference = try_update(make(parameters(*ROWS)))
+    assert (difference.share > LIMIT) is differs and not difference.reason
+
+
 def model_of() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))

@@ -76,7 +76,9 @@ def try_update(optimizer: Optimizer) -> Differs:
     foreign = not type(optimizer).__module__.startswith("torch.optim.")
     for most, steps, closures in _FURTHER if foreign else ():
         if difference.share <= LIMIT and not difference.reason and (_closure(optimizer) or not closures):
-            difference = _try(optimizer, most, steps, closures)
+            trial = _try(optimizer, most, steps, closures)
+            if not (closures and trial.reason and trial.share == 0):  # what it takes there may be no closure
+                difference = trial
     return difference
 
 

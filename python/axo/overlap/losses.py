@@ -85,7 +85,7 @@ class Losses:
                 raise Refused(
                     f"backward: the loss takes {function} of {what}, so it would be that of a part; take it of"
                     " axo.unshard(p, p.placement), the whole tensor, or take a plain sum over elements, whose gradients"
-                    " are right"
+                    " are right: instead of p.norm() ** 2 take p.square().sum()"
                 )
             self._warned = True
             warnings.warn(
@@ -128,8 +128,7 @@ def _uses(roots: list[Any], passes: list[range]) -> Iterator[tuple[torch.Tensor,
             if any(number in numbers for numbers in passes):
                 continue
             if not any(each.shape for each in node._input_metadata):
-                name = node.name().rstrip("0123456789").removesuffix("Backward")
-                name = "Mean" if getattr(node, "_saved_reduction", None) == 1 else name  # of torch's losses
+                name = _name(node)
                 nearest = name if name in ("Sum", "Mean") else nearest  # a mean of sums is right
                 function = function or (name if name in _OF_WHOLE else "")
             for into, _ in node.next_functions:
@@ -137,3 +136,20 @@ def _uses(roots: list[Any], passes: list[range]) -> Iterator[tuple[torch.Tensor,
                 if way not in seen:
                     seen.add(way)
                     ways.append(way)
+
+
+def _name(node: Any) -> str:
+    """What a node is the gradient of; "Sum" and "Mean" for all that are one."""
+    name: str = node.name().rstrip("0123456789").removesuffix("Backward")
+    reduction = getattr(node, "_saved_reduction", None)  # of torch's losses
+    if reduction in (1, 2):
+        return "Mean" if reduction == 1 else "Sum"
+    if name in ("Dot", "Vdot") or getattr(node, "_saved_ord", None) == 1:
+        return "Sum"
+    return "" if name == "Mean" and _is_of_scalar(node) else name
+
+
+def _is_of_scalar(node: Any) -> bool:
+    """Whether its input has no dim. One element may be a part."""
+    ((into, number),) = node.next_functions
+    return into is not None and not into._input_metadata[number].shape
