@@ -26,7 +26,7 @@ COLUMNS = {"hosts": "d", "lost": "d"} | dict.fromkeys(PARTS, ".2f")
 
 def main(arguments: list[str] | None = None) -> int:
     """Print and draw the recoveries that a file tells of. Returns 0."""
-    parser = Parser("bench.recovery", __doc__, json=True)
+    parser = Parser("axo bench recovery", __doc__, json=True)
     parser.add_argument("file", type=Path, help="what the tests have printed")
     parser.add_argument("--plot", type=Path, default=None, help="draw them here (PNG)")
     options = parser.parse_args(arguments)

@@ -56,7 +56,7 @@ def test_the_row_of_the_readme_works_as_typed():
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | ranks, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     before, registered, backend = json.loads(done.stdout)
-    assert (before, registered, backend) == ([], ["axo", "axo.comm", "axo.comm.c10d"], "axo")
+    assert (before, registered, backend) == ([], ["axo", "axo.comm", "axo.comm.c10d", "axo.lazy"], "axo")
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.99.0+cpu"])

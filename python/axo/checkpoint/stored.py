@@ -166,7 +166,8 @@ class _Reading:
             value = torch.empty(self.box.size, dtype=self.dtype, device="cpu")  # whatever torch's default device is
             self.fill(state.bytes_of(value))
         for common, target in self.targets:
-            target.copy_(common.within(self.box, value))
+            with torch.inference_mode(target.is_inference()):  # a model may have been made in that mode
+                target.copy_(common.within(self.box, value))
 
     def load(self) -> Any:
         """What ``torch.save`` wrote, read whole."""
