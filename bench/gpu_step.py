@@ -64,8 +64,8 @@ COLUMNS = {
 LAYERS = ((8192, 4096, 12288), (8192, 4096, 4096), (8192, 4096, 16384), (8192, 16384, 4096), (8192, 8192, 32768))
 STEPS = {
     "gpt h=2048": Sizes(2048, 12, 16, 50304, 2048, 8, "bf16-mixed"),
-    "gpt h=4096": Sizes(4096, 6, 32, 50304, 2048, 8, "bf16-mixed"),
-    "gpt h=4096 recomputed": Sizes(4096, 6, 32, 50304, 2048, 8, "bf16-mixed", recompute=True),
+    "gpt h=4096": Sizes(4096, 3, 32, 50304, 2048, 8, "bf16-mixed"),
+    "gpt h=4096 recomputed": Sizes(4096, 3, 32, 50304, 2048, 8, "bf16-mixed", recompute=True),
 }
 LOGITS = (8192, 50304)  # tokens, vocabulary
 TOY_LAYERS = ((64, 32, 48),)
