@@ -119,7 +119,8 @@ def planned(sizes: Sizes) -> float:
         "a step", layers=sizes.layers, hidden=sizes.hidden, heads=sizes.heads, vocab=sizes.vocab,
         seq_length=sizes.seq_len, bias=False,
     )  # fmt: skip
-    run = RunOptions(batch_tokens=sizes.tokens, recompute="full" if sizes.recompute else "none")
+    # what axo.overlap.attach() does where nothing is said: weights that were gathered, or cast, are kept for backward
+    run = RunOptions(batch_tokens=sizes.tokens, recompute="full" if sizes.recompute else "none", cached_gathers=1.0)
     memory = estimate(model, Grid(), run)
     return max(memory.moments.values()) / GIB
 

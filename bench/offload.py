@@ -103,7 +103,7 @@ def main(given: list[str] | None = None) -> int:
     if options.walk or options.smoke:
         options.width, options.blocks, options.rows, options.steps = 64, 2, 256, 1
     elif options.out is not None:
-        options.width, options.rows, options.steps = 2048, 4096, 3  # some 270 million parameters
+        options.width, options.rows, options.steps = 1024, 8192, 3  # some 67 million parameters
     device = arguments.device("--device", options.device)
     if options.out is not None:
         options.json.unlink(missing_ok=True)
