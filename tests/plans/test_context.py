@@ -90,6 +90,8 @@ def test_litgpt_equals_serial():
             ("1x1x8x1", 8, "ring", "window"),
             ("1x2x4x1", 2, "gather", "capped"),
             ("2x1x4x1", 4, "gather", "latent"),
+            ("1x2x4x1", 4, "ring", "latent"),
+            ("2x1x2x2", 2, "heads", "latent"),
         ],
     )
 
@@ -160,7 +162,6 @@ def mistakes():
     comms = axo.connect("1x1x2x1", context=2)
     for name, kind, error in (
         ("capped", "ring", "context='ring' cannot have soft-capped scores"),
-        ("latent", "heads", "cannot have latent attention"),
         ("llama", "star", "context='star' is not known"),
     ):
         with pytest.raises(ValueError, match=error):

@@ -421,6 +421,7 @@ def attention(
     *,
     context: int,
     kind: str,
+    value_size: int | None = None,
     itemsize: int = 4,
     recompute: bool = False,
 ) -> list[Call]:
@@ -434,7 +435,7 @@ def attention(
         rows: Sequences of one context.
         tokens: Of the rank that has the most: what is sent is padded to them.
         heads, groups: Of queries, and of keys and values, on a rank.
-        head_size: Of each.
+        head_size, value_size: Of each, and of values if they have another.
         context: c, ranks that hold pieces of a sequence.
         kind: "ring", "gather" or "heads".
         itemsize: Bytes an element of the dtype that attention computes in.
@@ -442,8 +443,9 @@ def attention(
     """
     if context == 1:
         return []
-    each = rows * tokens * head_size
-    keys, forward, calls = 2 * groups * each, (FORWARD, RECOMPUTE) if recompute else (FORWARD,), list[Call]()
+    sizes = head_size, head_size if value_size is None else value_size
+    both, forward, calls = rows * tokens * sum(sizes), (FORWARD, RECOMPUTE) if recompute else (FORWARD,), list[Call]()
+    keys = groups * both
     if kind == "gather":
         calls += [Call(phase, "all_gather", "z", keys, itemsize, RELAYOUT) for phase in forward]
         calls.append(Call(BACKWARD, "reduce_scatter", "z", context * keys, itemsize, RELAYOUT))
@@ -452,8 +454,9 @@ def attention(
             calls += [Call(phase, op, "z", keys, itemsize, PASS_KEYS, calls=context - 1) for op in ("send", "recv")]
     else:
         for phase in (*forward, BACKWARD):
-            calls.append(Call(phase, "all_to_all", "z", heads * each, itemsize, RELAYOUT, calls=2))
-            calls.append(Call(phase, "all_to_all", "z", 2 * max(groups, context) * each, itemsize, RELAYOUT))
+            of_heads = [heads * rows * tokens * size for size in sizes]  # queries, and outputs
+            moved = (*of_heads, max(groups, context) * both)
+            calls += [Call(phase, "all_to_all", "z", elements, itemsize, RELAYOUT) for elements in moved]
     return calls
 
 

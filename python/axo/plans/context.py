@@ -8,7 +8,7 @@
 Each pass begins with one small all-gather: how long the sequences are. A block that is run again in backward has its
 arguments, and so the batch that it was called with.
 
-Soft caps of scores, and latent attention, are computed by the model's own code over gathered keys and values.
+Soft caps of scores are computed by the model's own code over gathered keys and values.
 
 Not here, refused: other families, adapters, caches (generation), masks of padding, dropout in attention.
 """
@@ -89,8 +89,6 @@ def _is_litgpt(model: nn.Module) -> bool:
 
 def _own(config: Any) -> str:
     """What attention does that only the model's own code can, in words; empty: nothing."""
-    if getattr(config, "latent_attention", None):
-        return "latent attention, whose values have another size than its keys,"
     caps = (getattr(config, name, None) for name in ("attention_logit_softcapping", "attn_logit_softcapping"))
     return "soft-capped scores" if any(caps) else ""
 
@@ -147,7 +145,7 @@ def _litgpt_attention(
     repeats = attn.config.n_head // attn.config.n_query_groups
     k, v = k[:, ::repeats], v[:, ::repeats]
     if own is None:
-        scale = attn.mscale * attn.mscale / math.sqrt(attn.config.attention_scores_scalar or attn.config.head_size)
+        scale = attn.mscale * attn.mscale / math.sqrt(attn.config.attention_scores_scalar or q.shape[-1])
         return attention(q, k, v, pieces, scale=scale, window=window).transpose(1, 2)
 
     def repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
