@@ -366,7 +366,7 @@ class AxoStrategy(DDPStrategy):
         axo.parallelize(module, self.comms, plan=self.plan, algorithm=self.arrangement.name, **options)
         if self.vocab_loss:
             head: Any = module.get_submodule("lm_head")
-            self._columns = head.out_features
+            self._columns = head.out_features_whole
             module.register_forward_pre_hook(partial(_gather_unless_training, head))
         if self.pipeline > 1:
             context = self._forward_context

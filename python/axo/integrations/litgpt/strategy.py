@@ -11,8 +11,7 @@ Checkpoints of LitGPT's own say so in the ``hyperparameters.yaml`` beside them.
 
 ``vocab_loss`` goes further here, where the loop is known: in training the model gives what its head takes, and the loss
 makes the logits of a few rows at a time (``axo.nn.linear_cross_entropy``). Where the head cannot (Tesseract, fp16 with
-a scaler, torch.compile) logits are split over x; so they are of finetune_lora and finetune_adapter_v2, whose head is
-wrapped, adapted or not.
+a scaler, torch.compile) logits are split over x.
 """
 
 from __future__ import annotations
