@@ -36,6 +36,7 @@ from axo.integrations.litgpt.parsing import read_yaml
 from axo.nn.linear_loss import linear_cross_entropy, misfit, without_head
 from axo.offload import Offload
 from axo.perf import cut
+from axo.plans.context import has_whole_sequences
 
 _SAMPLES = "samples_per_iteration"
 
@@ -87,7 +88,7 @@ class LitGPTStrategy(AxoStrategy):
             output = [output] if lm_head_chunk_size else output
         else:
             output = plain(*args, lm_head_chunk_size=lm_head_chunk_size, **options)
-        if self.shifts_labels:
+        if self.shifts_labels and not has_whole_sequences(args, options):
             more = output[-1][:, :1] if lm_head_chunk_size else None
             output = F.pad(output, (0, 0, 0, 1)) if more is None else [*output, more]
         return output
