@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from axo import dryrun
 from axo.cli import main as cli
 from axo.grid import Grid
-from axo.perf import command, machine, memory, planner, readers
+from axo.perf import command, machine, memory, output, planner, readers
 from axo.perf.run_options import PRECISIONS, RunOptions
 from axo.perf.workload import Workload
 from axo.train import models
@@ -149,6 +150,21 @@ def test_what_is_printed_shares_sequences_too() -> None:
     line = command.litgpt_line(plan, plain)
     assert f"--context {plain.run.context} " in line
     assert "--train.global_batch_size=4 --train.micro_batch_size=1 " in line
+
+
+def test_what_each_exchange_sends_is_printed() -> None:
+    """By hand: 32 layers; 512 tokens of a rank are 2 MiB of keys and values, and 4 MiB of queries. Ring: three times
+    those forward, and twice that backward; gather: three times each; heads: three parts of four of all, twice."""
+    workload = readers.read("Llama-3-8B", seq_length=2048)
+    run = RunOptions(4 * 2048, recompute="none", context=4)
+    best = SimpleNamespace(grid=Grid(z=16), run=run, stages=None, name="1x1x16x1")
+    plan: Any = SimpleNamespace(best=best, request=SimpleNamespace(workload=workload))
+    ring, gather, heads = (32 * mib / 1024 for mib in (9 * 2, 6 * 2, 2 * (4 + 2 + 4) * 3 / 4))
+    assert f"{ring:.3g} GiB by ring, {gather:.3g} GiB by gather, {heads:.3g} GiB by heads;" in output.exchanges(plan)
+    best.grid, best.run = Grid(z=16, x=4), run._replace(context=16)  # 8 heads of a rank for 16
+    assert "heads" not in output.exchanges(plan)
+    best.run = run._replace(context=1)
+    assert not output.exchanges(plan)
 
 
 @pytest.mark.parametrize(

@@ -411,6 +411,14 @@ def cross_entropy(
     )
 
 
+EXCHANGES = ("ring", "gather", "heads")  # of keys and values of sequences that several ranks hold
+
+
+def heads_divide(heads: int, groups: int, ranks: int) -> bool:
+    """Whether a rank's heads, of queries and of keys and values, can be given to ``ranks``, as kind "heads" does."""
+    return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
+
+
 def attention(
     grid: Grid,
     rows: int,
@@ -437,7 +445,7 @@ def attention(
         heads, groups: Of queries, and of keys and values, on a rank.
         head_size, value_size: Of each, and of values if they have another.
         context: c, ranks that hold pieces of a sequence.
-        kind: "ring", "gather" or "heads".
+        kind: One of EXCHANGES.
         itemsize: Bytes an element of the dtype that attention computes in.
         recompute: The forward runs again before backward.
     """

@@ -399,14 +399,18 @@ class AttentionKind(Layer):
     def _calls(
         self, grid: Grid, rows: int, run: RunOptions, recompute: bool, gathers: int, where: dict[str, Any]
     ) -> list[cost.Call]:
-        calls = cost.attention(
-            grid, 1, chunk(rows, grid.z), *self.local_heads(grid), self.in_features // max(1, self.heads),
-            context=run.context, kind="ring", itemsize=run.itemsize, recompute=recompute,
-        )  # fmt: skip
+        calls = self.exchange(grid, rows, run, recompute)
         if self.shared and grid.size(inner := where["arrangement"].inner) > 1:
             mine = cost.rows_of(where["arrangement"], grid, rows, where["coords"])
             calls.append(cost.Call(cost.BACKWARD, "all_reduce", inner, mine * self.shared, run.itemsize, cost.RELAYOUT))
         return calls
+
+    def exchange(self, grid: Grid, rows: int, run: RunOptions, recompute: bool, kind: str = "ring") -> list[cost.Call]:
+        """What keys and values of sequences over ranks send in one step, by one of ``cost.EXCHANGES``."""
+        return cost.attention(
+            grid, 1, chunk(rows, grid.z), *self.local_heads(grid), self.in_features // max(1, self.heads),
+            context=run.context, kind=kind, itemsize=run.itemsize, recompute=recompute,
+        )  # fmt: skip
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
         seconds = 4.0 * rows * attended * self._width(grid) / machine.attention_flops
