@@ -54,6 +54,7 @@ CASES = [
     config("2x2x2x1", recompute=True, gather_cache="none", precision="32-true"),
     config("2x1x2x2", recompute=True, accumulate=2),
     config("1x2x2x2", zero=2, overlap="oar"),
+    config("2x1x2x2", zero=2, optimizer="muon", recompute=True),
     config("2x2x2x1", algorithm="tesseract"),
     config("2x1x2x1", pipeline=2, microbatches=4),
     config("2x1x4x1", context=4, recompute=True, precision="32-true"),
@@ -106,7 +107,8 @@ def real(cases: list[TrainConfig], ranks: tuple[int, ...]) -> list[tuple[Issues,
         trainer, grads, issued = steps(case, comms)
         both = [(one.start, (one.op, one.axis, one.bytes)) for one in issued if one.axis != "pipeline"]
         issues = [one for _, one in sorted(both + messages)]
-        moments = [state[key].nbytes for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        states = [each for state in trainer.optimizer.state.values() for each in state.values()]
+        moments = [each.nbytes for each in states if isinstance(each, torch.Tensor) and each.dim()]
         held = {"weights": sum(p.nbytes for p in trainer.model.parameters()), "optimizer": sum(moments)}
         comms.close()
         comms = axo.connect(case.grid, pipeline=case.pipeline, context=case.context, experts=case.experts)
