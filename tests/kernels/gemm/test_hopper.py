@@ -129,6 +129,7 @@ LOOP = """
  SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR7+0x30080], R10 ;
  HGMMA.64x128x16.F32.BF16 R88, gdesc[UR4], R88, gsb0 ;
  WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+ ULEA UR33, UR6, UR20, 0x3 ;
  BAR.SYNC.DEFER_BLOCKING 0x2, 0x80 ;
  @P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR33+0x300a0], RZ ;
  @P0 BRA `(.L_x_1) ;
@@ -151,6 +152,7 @@ def test_what_the_gate_on_machine_code_lets_through():
         ("gsb0, 0x1", "gsb0, 0x0", "0 products are in flight"),
         ("BLOCKING 0x2, 0x80", "BLOCKING 0x0", "a barrier of the whole program"),
         ("BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", "NOP", "before its threads have met"),
+        ("ULEA UR33", "ULEA UR34", "the same stage back at each step"),
         ("UTMASTG", "UTMAREDG", "no UTMASTG"),
         (" BAR.SYNC.DEFER_BLOCKING 0x1 ;", " STL [R1], R2 ;", "kept in memory"),
         ("_2", "_1", "expected one for each"),
