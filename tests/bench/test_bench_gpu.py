@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import time
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
@@ -145,6 +146,10 @@ def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, t
     assert gpu.main([*arguments, "--fresh"]) == 4 and "kernels" in given
     with pytest.raises(SystemExit):
         gpu.main(["--seconds", "10"])
+    given.clear()
+    left: dict[str, str] = {}
+    assert gpu.run(gpu.PARTS[-1], tmp_path, time.perf_counter() + 1, [], left) == (None, False) and not given
+    assert left == {"gpu_step": "not begun: no time was left"}
 
 
 def test_what_was_measured_elsewhere_is_begun_anew(monkeypatch, tmp_path):
