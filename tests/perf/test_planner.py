@@ -267,7 +267,7 @@ def test_x_above_the_groups_of_keys_and_values() -> None:
     workload = readers.read("Llama-3-8B")
     assert workload.misfit(Grid(x=16)) == "" and workload.misfit(Grid(x=8)) == ""
     assert workload.misfit(Grid(x=3)) == "x=3 does not divide heads=32"
-    odd = gpt("odd", layers=1, hidden=96, heads=12, kv_heads=4)
+    odd = gpt("odd", layers=1, hidden=96, heads=12, n_query_groups=4)
     assert odd.misfit(Grid(x=6)) == "x=6 neither divides kv_heads=4 nor is a multiple of it"
     weights = memory.estimate(workload, Grid(x=16), RunOptions(2**16)).weights
     copied = 16 * (weights / 4 - workload.tables) - workload.parameters
@@ -276,7 +276,7 @@ def test_x_above_the_groups_of_keys_and_values() -> None:
     assert any(candidate.grid.x == 16 for candidate in planner.plan(asked).ranked)
     norms = readers.read("OLMo-2-1124-7B")
     assert norms.misfit(Grid(x=8)) == ""
-    few = gpt("few", layers=1, hidden=64, heads=8, kv_heads=2, norm_qk="all")
+    few = gpt("few", layers=1, hidden=64, heads=8, n_query_groups=2, norm_qk=True, norm_qk_type="olmo2")
     assert few.misfit(Grid(x=4)) == "x=4 is more than kv_heads=2, whose keys are normalised together"
 
 
