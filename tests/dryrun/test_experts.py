@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from axo.perf.run_options import PRECISIONS, RunOptions
 from axo.perf.workload import Workload
 from axo.train import models
 from axo.train.config import TrainConfig
-from tests.perf.support import step_calls
+from tests.perf.support import beside, step_calls
 
 SIZES = {"n_layer": 2, "n_embd": 256, "n_head": 8, "padded_vocab_size": 2000, "block_size": 8192, "n_expert": 8}
 SIZES |= {"n_query_groups": 2, "n_expert_per_token": 2, "moe_intermediate_size": 512, "intermediate_size": 512}
@@ -56,12 +55,9 @@ CASES = [
 def test_the_plan_counts_what_a_dry_run_sends_and_holds(grid: str, experts: int, changes: dict[str, Any]) -> None:
     config, run = step(grid, experts, **changes)
     record, workload = dryrun.run(config), workload_of(config).spread(experts)
-    sent = Counter[tuple[str, str]]()
-    for call in step_calls(workload, config.grid, run):
-        sent[call.op, call.axis] += call.calls * call.elements * call.itemsize
     dry = {key: size for key, (_, size) in record.traffic().items()}
-    beside = {key: size - sent[key] for key, size in dry.items() if size != sent[key]}  # norm of gradients, mean loss
-    assert all(op == "all_reduce" and 0 < size <= 24 for (op, _), size in beside.items()) and set(sent) <= set(dry)
+    more = beside(dry, step_calls(workload, config.grid, run))  # norm of gradients, mean loss
+    assert all(op == "all_reduce" and 0 < size <= 24 for (op, _), size in more.items()), more
     held = memory.estimate(workload, config.grid, run)
     if experts == 1 or run.selective:  # the plan holds up to a tenth more
         assert record.peak.total <= max(held.moments.values()) <= 1.1 * record.peak.total

@@ -526,6 +526,27 @@ def test_workers_of_peers_draw_the_same_numbers(tmp_path):
     assert torch.equal(one, other) and (one == 1).any()
 
 
+def without_logits(out):
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainingArguments
+
+    from axo.integrations.hugging_face import on_grid
+    from examples.hf.train import model_of
+
+    arguments = TrainingArguments(str(out), use_cpu=True, label_smoothing_factor=0.1, report_to=[])
+    with pytest.raises(axo.Refused, match="chunked_loss=True with a label_smoother, which takes logits; leave one"):
+        on_grid(Trainer(model_of(), arguments), "2x1x1x1", chunked_loss=True)
+    serial, ids = model_of().train(), torch.arange(8)[None]
+    expected = serial(input_ids=ids, labels=ids).loss
+    model = on_grid(Accelerator(cpu=True), "2x1x1x1", chunked_loss=True).prepare(serial)
+    output = model(input_ids=ids, labels=ids)
+    assert output.logits is None and abs(float(output.loss - expected)) < 1e-5
+
+
+def test_a_loss_without_logits_is_accelerates_too(tmp_path):
+    run_ranks(without_logits, 2, tmp_path, preload=TRANSFORMERS)
+
+
 def counted_in_a_context() -> None:
     comms = axo.connect("1x1x4x1", context=2)
     mine = torch.tensor([comms.rank, 1], dtype=torch.float64, requires_grad=True)

@@ -286,6 +286,7 @@ def _summary(ranking: planner.GridPlan, top: int, gpu_hour: float) -> list[Shown
         f"offload: {on.host_link_gbs:g} GB/s between a GPU and its host, {on.host_memory_gbs:g} GB/s of the host's"
         " memory a GPU" if any(one.run.offload for one in shown) else "",
         ranking.forced(),
+        output.exchanges(ranking),
         "what runs each row:",
         *(f"  {line}" for line in output.commands(ranking, top)),
         *(f"  {word}: {meaning}" for word, meaning in output.placeholders(ranking, top).items()),

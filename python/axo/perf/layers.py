@@ -193,6 +193,7 @@ class LinearKind(Layer):
         head: It makes the logits.
         whole: Its outputs are whole on all ranks along x. Over y their gradient is summed ("sum": logits of experts, of
             whose outputs each rank has some features) or gathered ("gather": a latent that layers take over y).
+        shared: Of a latent, how many of out_features, the last, go to attention as they are: they are not gathered.
     """
 
     bias: bool = False
@@ -203,6 +204,7 @@ class LinearKind(Layer):
     tied: bool = False
     head: bool = False
     whole: str = ""
+    shared: int = 0
 
     kind = "linear"
     results_stay = True
@@ -253,7 +255,7 @@ class LinearKind(Layer):
         )  # fmt: skip
         if self.whole and grid.y > 1 and not square:
             op, parts = ("all_reduce", 1) if self.whole == "sum" else ("all_gather", grid.y)
-            elements = chunk(rows, grid.z) * self.out_features // parts
+            elements = chunk(rows, grid.z) * (self.out_features - self.shared) // parts
             calls.append(cost.Call(cost.BACKWARD, op, "y", elements, run.itemsize, cost.RELAYOUT))
         if self.in_chunks(run):
             calls = _in_chunks(
@@ -312,7 +314,9 @@ class EmbeddingKind(Layer):
         self, grid: Grid, rows: int, run: RunOptions, recompute: bool, gathers: int, where: dict[str, Any]
     ) -> list[cost.Call]:
         split = run.sequence_parallel
-        return cost.embedding(grid, rows, self.in_features, self.out_features, sequence_parallel=split, **where)
+        return cost.embedding(
+            grid, rows, self.in_features, self.out_features, itemsize=run.weights, sequence_parallel=split, **where
+        )
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
         return 4.0 * rows * chunk(self.out_features, grid.y) / (1e9 * machine.memory_gbs), 0.0, 0.0
@@ -380,9 +384,15 @@ class NormKind(Layer):
 
 @dataclass(frozen=True, eq=False)
 class AttentionKind(Layer):
-    """A fused attention kernel over ``heads`` heads; ``scores``: they are capped, so kept: tokens of a sequence."""
+    """A fused attention kernel over ``heads`` heads.
+
+    Args:
+        scores: They are capped, so kept: tokens of a sequence.
+        shared: Features of keys that all heads have the same, whose gradient is summed over the ranks of x.
+    """
 
     scores: int = 0
+    shared: int = 0
 
     kind = "attention"
     results_stay = True
@@ -393,9 +403,17 @@ class AttentionKind(Layer):
     def _calls(
         self, grid: Grid, rows: int, run: RunOptions, recompute: bool, gathers: int, where: dict[str, Any]
     ) -> list[cost.Call]:
+        calls = self.exchange(grid, rows, run, recompute)
+        if self.shared and grid.size(inner := where["arrangement"].inner) > 1:
+            mine = cost.rows_of(where["arrangement"], grid, rows, where["coords"])
+            calls.append(cost.Call(cost.BACKWARD, "all_reduce", inner, mine * self.shared, run.itemsize, cost.RELAYOUT))
+        return calls
+
+    def exchange(self, grid: Grid, rows: int, run: RunOptions, recompute: bool, kind: str = "ring") -> list[cost.Call]:
+        """What keys and values of sequences over ranks send in one step, by one of ``cost.EXCHANGES``."""
         return cost.attention(
             grid, 1, chunk(rows, grid.z), *self.local_heads(grid), self.in_features // max(1, self.heads),
-            context=run.context, kind="ring", itemsize=run.itemsize, recompute=recompute,
+            context=run.context, kind=kind, itemsize=run.itemsize, recompute=recompute,
         )  # fmt: skip
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
@@ -416,7 +434,11 @@ class AttentionKind(Layer):
         # and each piece of keys before it, of 2c pieces.
         parts = run.context + 0.5 if run.context > 1 else 1.0
         results = parts * (run.itemsize * mine * width + kept)
-        return LayerBytes(saved, run.itemsize * mine * 4 * width + 2.0 * scores, results)
+        through = run.itemsize * mine * 4 * width
+        if run.context > 1:  # sums in fp32, of keys and values twice; these, and their gradients, come and go in parts
+            keys, padded = 2 * width * groups // heads, 2 * width * (self.shared > 0)  # values, as wide as keys
+            through += mine * (FP32 * (width + 2 * keys) + run.itemsize * (4 * (width + keys) + padded))
+        return LayerBytes(saved, through + 2.0 * scores, results)
 
 
 @dataclass(frozen=True, eq=False)

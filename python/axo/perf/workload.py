@@ -261,17 +261,19 @@ class Latent:
 
     def layers(self, hidden: int, heads: int, norm: str, bias: bool) -> tuple[Layer, ...]:
         """The layers of one block's attention."""
-        turned, values = self.plain + self.rotary, heads * (self.plain + self.values)
+        turns, turned, values = self.rotary, self.plain + self.rotary, heads * (self.plain + self.values)
         return (
             LinearKind("attn.q_a", hidden, self.queries, bias=bias, whole="gather"),
             NormKind("attn.q_a_norm", self.queries, norm=norm, over="whole"),
             LinearKind("attn.q_b", self.queries, heads * turned),
-            LinearKind("attn.kv_a", hidden, self.keys + self.rotary, bias=bias, whole="gather", shares_input=True),
+            LinearKind(
+                "attn.kv_a", hidden, self.keys + turns, bias=bias, whole="gather", shares_input=True, shared=turns
+            ),
             NormKind("attn.kv_a_norm", self.keys, norm=norm, over="whole"),
             LinearKind("attn.kv_b", self.keys, values),
             PointwiseKind("attn.split", values, moves=SPLIT, kept=1),
             # A product of its scores is as wide as queries, the other as values.
-            AttentionKind("attn", heads * (turned + self.values) // 2, heads=heads, kv_groups=heads),
+            AttentionKind("attn", heads * (turned + self.values) // 2, heads=heads, kv_groups=heads, shared=turns),
             LinearKind("attn.proj", heads * self.values, hidden, transposed=True),
         )
 
