@@ -16,7 +16,7 @@ computes each part again from the l of all. Ranges that no query sees (later one
 are left out; a mask exists only for the ranges where it hides something, ``_QUERIES`` queries at a time.
 
 Ring: arXiv:2310.01889; its pieces as in zigzag ring attention; heads: arXiv:2309.14509. Not here: dropout, attention
-that is not causal, second derivatives. The operators of GPUs have never run on one.
+that is not causal, second derivatives. The GPU's ran on two ranks of one H100.
 """
 
 from __future__ import annotations

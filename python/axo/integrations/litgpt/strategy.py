@@ -27,8 +27,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities.data import has_iterable_dataset
+from lightning.fabric.wrappers import _unwrap_objects
 from torch import nn
 
+from axo.checkpoint import Save
+from axo.checkpoint.mirrors import Mirrors
+from axo.integrations.fabric import sharded_checkpoint
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
 from axo.integrations.fabric.strategy import AxoStrategy
 from axo.integrations.litgpt.options import Options
@@ -134,9 +138,15 @@ class LitGPTStrategy(AxoStrategy):
         )
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
-        if "iter_num" in state:
-            state = {**state, _SAMPLES: self._samples()}
-        super().save_checkpoint(path, state, *args, **options)
+        super().save_checkpoint(path, self._counted(state), *args, **options)
+
+    def begin_copy(self, state: dict[str, Any], folder: Path, mirrors: Mirrors | None) -> Save:
+        """Begin a copy of a run's state in ``folder`` (``sharded_checkpoint``)."""
+        counted = self._counted(_unwrap_objects(state))
+        return sharded_checkpoint.begin_copy(folder, counted, self.comms, int(state["step_count"]), mirrors=mirrors)
+
+    def _counted(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, _SAMPLES: self._samples()} if "iter_num" in state else state
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **options: Any) -> dict[str, Any]:
         """As in AxoStrategy; counts what was trained in iterations of this run.
