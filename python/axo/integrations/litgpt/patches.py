@@ -324,10 +324,7 @@ class LitGPTRun:
         stock(**options)
 
     def generate_example(self, stock: Callable[..., Any], fabric: Any, *args: Any, **options: Any) -> Any:
-        """All ranks, from one generator state, or they choose other tokens; in a context none."""
-        if fabric.strategy.context > 1:
-            fabric.print("no example is generated: ranks that share sequences have no cache of keys")
-            return None
+        """All ranks, from one generator state, or they choose other tokens."""
         random.setstate(fabric.broadcast(random.getstate()))  # chooses the example, where litgpt was asked to
         with source_generator(fabric.strategy.comms, fabric.device, all_stages=True):
             return stock(fabric, *args, **options)

@@ -11,8 +11,7 @@ Checkpoints of LitGPT's own say so in the ``hyperparameters.yaml`` beside them.
 
 ``vocab_loss`` goes further here, where the loop is known: in training the model gives what its head takes, and the loss
 makes the logits of a few rows at a time (``axo.nn.linear_cross_entropy``). Where the head cannot (Tesseract, fp16 with
-a scaler, torch.compile) logits are split over x; so they are of finetune_lora and finetune_adapter_v2, whose head is
-wrapped, adapted or not.
+a scaler, torch.compile) logits are split over x.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ from axo.integrations.litgpt.parsing import read_yaml
 from axo.nn.linear_loss import linear_cross_entropy, misfit, without_head
 from axo.offload import Offload
 from axo.perf import cut
+from axo.plans.context import has_whole_sequences
 
 _SAMPLES = "samples_per_iteration"
 
@@ -92,7 +92,7 @@ class LitGPTStrategy(AxoStrategy):
             output = [output] if lm_head_chunk_size else output
         else:
             output = plain(*args, lm_head_chunk_size=lm_head_chunk_size, **options)
-        if self.shifts_labels:
+        if self.shifts_labels and not has_whole_sequences(args, options):
             more = output[-1][:, :1] if lm_head_chunk_size else None
             output = F.pad(output, (0, 0, 0, 1)) if more is None else [*output, more]
         return output
