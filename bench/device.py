@@ -516,32 +516,33 @@ def measure(gpu: Any, table: Table, smoke: bool = False) -> dict[str, bool | str
     device = torch.device("cuda" if gpu.kind == "cuda" else "cpu")
     verdicts: dict[str, bool | str] = {}
     extra: dict[int, float | None] = {}
-    found: list[dict[str, Any]] = []
 
-    def start(what: str, size: int, *checks: str) -> bool:
-        failed = len(table.failed)
-        attempt(f"{what} at {size} ranks", lambda: found.extend(in_processes(gpu, size, checks, table)), device, table)
-        return len(table.failed) == failed
+    def start(what: str, size: int, *checks: str) -> None:
+        attempt(f"{what} at {size} ranks", lambda: in_processes(gpu, size, checks, table), device, table)
 
-    for size in (2,) if smoke else (1, 2, 4):
-        found.clear()
-        name = f"collectives and graph at {size} ranks"
-        if gpu.shared(size) and not start("torch's NCCL backend", size, "torch"):
-            why = table.failed.pop(f"torch's NCCL backend at {size} ranks")
+    for size in (2,) if smoke else (2, 4, 1):
+        name, shared = f"collectives and graph at {size} ranks", gpu.shared(size)
+        # one start for all of it: each costs an import of torch, a context of the GPU and a meeting of the library
+        checks = ["torch"] if shared else []
+        checks += ["collectives", "graph", *(["host time of a call"] if size <= 2 else [])]
+        start("collectives, graph, host time", size, *checks)
+        graphs = [row for row in table.rows if row["ranks"] == size and row["check"].startswith("graph")]
+        if shared and not any(row["ranks"] == size for row in table.rows):
+            why = table.failed.pop(f"collectives, graph, host time at {size} ranks")
             verdicts[name] = f"not measured: torch's own backend does not run so: {why}"
             continue
-        verdicts[name] = start("collectives and graph", size, "collectives", "graph")
+        verdicts[name] = bool(graphs)
         if size <= 2:
-            start("host time of a call", size, "host time of a call")
             times: dict[str, float] = {}
-            for row in found:
+            for row in (row for row in table.rows if row["ranks"] == size):
                 times[row["check"]] = max(row.get("us") or 0.0, times.get(row["check"], 0.0))
             rival = times.get("torch NCCL all_reduce")
             if rival is not None and "axo all_reduce" in times:
                 extra[size] = times["axo all_reduce"] - rival
         if size == 2:
-            for what in ("signals", "push", "training", "abort"):
-                start({"push": "sums by push", "abort": "an abort"}.get(what, what), size, what)
+            start("signals and sums by push", size, "signals", "push")
+            for what in ("training", "abort"):
+                start({"abort": "an abort"}.get(what, what), size, what)
             start("a killed rank", size, "death")
     wrong = sum(row["wrong"] or 0 for row in table.rows)
     verdicts["wrong results of collectives: 0"] = wrong == 0

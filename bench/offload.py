@@ -102,6 +102,8 @@ def main(given: list[str] | None = None) -> int:
         options.json, options.device = options.out / "offload.jsonl", "cpu" if options.walk else "cuda"
     if options.walk or options.smoke:
         options.width, options.blocks, options.rows, options.steps = 64, 2, 256, 1
+    elif options.out is not None:
+        options.width, options.rows, options.steps = 1024, 8192, 3  # some 67 million parameters
     device = arguments.device("--device", options.device)
     if options.out is not None:
         options.json.unlink(missing_ok=True)

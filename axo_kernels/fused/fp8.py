@@ -139,7 +139,7 @@ def pack(rows: torch.Tensor, into: torch.Tensor, scaling: str) -> None:
         scaling: ``"row"`` or ``"tensor"``: then all of these rows have one scale. Rows packed elsewhere do not matter.
     """
     k = rows.shape[1]
-    into[:, k:] = 0
+    into[:, k:].zero_()
     if rows.numel():
         data, scale = rounded(rows, formats(rows.device)[0], scaling, 1)
         into[:, :k] = data.view(torch.uint8)

@@ -218,7 +218,6 @@ def _consume(
         position = turn * k_steps
         index = position % STAGES
         phase = (position // STAGES) & 1
-        last = index
         if HALVES == 1:
             mbarrier.wait(order.index(WHO), (turn // 2 + 1 - WHO) & 1)
         acc = gl.zeros((ROWS, BLOCK_N), gl.float32, LAYOUT)
@@ -233,10 +232,9 @@ def _consume(
             acc = warpgroup_mma(x, y, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
             # the product of the step before is done on all of the group's warps: its stage may be filled anew
-            mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
+            mbarrier.arrive(empty.index((index + STAGES - 1) % STAGES), count=1, pred=step > 0)
             if HALVES == 2 and WHO == 0:
                 mbarrier.arrive(order.index(1), count=1, pred=(turn == 0) & (step == min(HEAD, k_steps) - 1))
-            last = index
             index += 1
             if index == STAGES:
                 index = 0
@@ -244,7 +242,7 @@ def _consume(
         if HALVES == 1:
             mbarrier.arrive(order.index(1 - WHO), count=1)
         values = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-        mbarrier.arrive(empty.index(last), count=1)
+        mbarrier.arrive(empty.index((index + STAGES - 1) % STAGES), count=1)
         if WAIT:
             number = gl.load(table + 4 * SEGMENTS + segment)
             if number >= 0:

@@ -28,12 +28,12 @@ from axo_kernels.gemm.layout import (
     product_of,
     share_memory,
 )
+from axo_kernels.gemm.repeat import Repeated
 from axo_kernels.gemm.tiles import (
     Config,
     Target,
     cut_to_fit,
     default_config,
-    hopper_default,
     purpose_of,
     shrink,
     split_short,
@@ -245,12 +245,12 @@ def vendor_matmul(
     return result.to(dtype)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prepared:
     """A launch of a kernel that loads through descriptors, but for its tensors.
 
-    For others of the same shapes, strides and dtypes, with bases of 16 bytes: what a launch looks up, checks and
-    chooses took the host several times as long as Triton's own part of it.
+    For others of the same shapes, strides, dtypes and device, with bases of 16 bytes: what a launch looks up, checks
+    and chooses took the host several times as long as Triton's own part of it, and that several times the driver's.
     """
 
     kernel: Any
@@ -259,18 +259,33 @@ class Prepared:
     gated: bool  # whether the kernel takes a gate behind the bias
     numbers: tuple[int, ...]
     options: dict[str, Any]
+    spans: tuple[int, ...] = ()  # bytes from base to end of the result, a, b and the bias
+    repeated: Repeated | None = None
+    launches: int = 0  # by Triton; the second one looks whether it can be repeated: many a first one is the only one
 
     def __call__(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, gate: Any = None
     ) -> None:
         """Launch, for operands and result as they are stored."""
+        behind = (out if bias is None else bias, *((out if gate is None else gate,) if self.gated else ()))
+        if self.repeated is not None and self.repeated.ready():
+            bases = (a.data_ptr(), b.data_ptr(), out.data_ptr())
+            pointers = [tensor.data_ptr() for tensor in behind]
+            self.repeated(bases, pointers, lambda: self._described(a, b, out))
+            return
+        arguments = (*self._described(a, b, out), *behind, *self.numbers)
+        compiled = self.kernel[(self.programs,)](*arguments, **self.options)
+        self.launches += 1
+        if self.launches == 2:
+            self.repeated = Repeated.of(self.kernel, compiled, self.programs, arguments, self.options)
+
+    def _described(self, *matrices: torch.Tensor) -> list[Any]:
         described = []
-        for matrix, (turned, kind, fields) in zip((a, b, out), self.operands, strict=True):
+        for matrix, (turned, kind, fields) in zip(matrices, self.operands, strict=True):
             one = kind.__new__(kind)
             one.__dict__.update(fields, base=matrix.mT if turned else matrix)
             described.append(one)
-        behind = (out if bias is None else bias, *((out if gate is None else gate,) if self.gated else ()))
-        self.kernel[(self.programs,)](*described, *behind, *self.numbers, **self.options)
+        return described
 
 
 def _prepared(
@@ -339,9 +354,6 @@ def _launch(
     bias, activation, accumulate = epilogue.bias, epilogue.activation, epilogue.accumulate
     wide = accumulate or gate is not None
     descriptors = describable(left, right, out, accumulate)
-    if config is None:
-        plain = descriptors and activation is None and gate is None
-        config = hopper_default(target, product, out.dtype, accumulate, plain)
     if config is None:
         described = uses_descriptors(target, left, descriptors)
         config = shrink(default_config(target, left.dtype, described, purpose_of(target, wide, activation)), product)

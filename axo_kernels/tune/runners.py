@@ -69,17 +69,17 @@ class _Triton:
         accumulate: bool = False,
         **rest: Any,
     ) -> torch.Tensor:
-        plain = all(value is None for value in rest.values())
+        plain = not rest or all(value is None for value in rest.values())
         key = _key(a, b, out, bias, accumulate) if plain else None
         launch = self._prepared.get(key) if key is not None else None
-        if launch is not None:
+        if launch is not None and (out is None or _apart(out, (a, b, bias), launch.spans)):
             if out is None:
-                out = a.new_empty((launch.numbers[0], launch.numbers[1]))
+                out = a.new_empty(launch.numbers[:2])
             launch(a, b, out, bias)
             return out
         rest |= {"out": out, "bias": bias, "accumulate": accumulate}
         config = self._config(a, b, **rest)
-        if key is None:
+        if key is None or not _preparable(a, b, bias):
             return matmul(a, b, self.choice.layout, backend="triton", config=config, **rest)
         product, epilogue = product_of(a, b, self.choice.layout), Epilogue(out, bias, None, accumulate)
         epilogue.check(product, a, b)
@@ -87,6 +87,7 @@ class _Triton:
         if prepared is not None:
             if len(self._prepared) >= _KEPT:
                 self._prepared.clear()
+            prepared.spans = tuple(map(_span, (result, a, b, bias)))
             self._prepared[key] = prepared
         return result
 
@@ -120,40 +121,60 @@ _KEPT = 256  # launches of one choice: more strides than that are no layer's
 def _key(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None, accumulate: bool
 ) -> tuple[Any, ...] | None:
-    """What a launch is prepared for; None where it has to be looked at anew: gradients are wanted or operands cast, a
-    batch, an empty product, numbers that torch's switches may multiply otherwise, bases without 16 bytes, views that
-    negate, a result that lies on what is read.
+    """What a launch is prepared for, with the device of each: what is on another must be refused. None where it has to
+    be looked at anew, which no shape or stride says: gradients are wanted or operands cast, bases without 16 bytes,
+    views that negate.
     """
-    if a.dim() != 2 or b.dim() != 2 or a.dtype.itemsize != 2 or not a.numel() * b.numel():
-        return None
-    if a.is_neg() or b.is_neg() or (bias is not None and bias.is_neg()):
-        return None
     pointers = a.data_ptr() | b.data_ptr()
+    if a.is_neg() or b.is_neg():
+        return None
     into = behind = None
     if out is not None:
         pointers |= out.data_ptr()
-        if (
-            out.is_neg()
-            or share_memory(out, a)
-            or share_memory(out, b)
-            or (bias is not None and share_memory(out, bias))
-        ):
+        if out.is_neg():
             return None
-        into = (out.shape, out.stride(), out.dtype)
-    elif torch.is_autocast_enabled(a.device.type):
+        into = (out.shape, out.stride(), out.dtype, out.device)
+    elif torch.is_autocast_enabled("cuda" if a.is_cuda else "cpu"):
         return None
     elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
         return None
     if bias is not None:
         pointers |= bias.data_ptr()
-        if not bias.is_contiguous():
+        if bias.is_neg():
             return None
-        behind = (bias.shape, bias.dtype, bias.device)
+        behind = (bias.shape, bias.stride(), bias.dtype, bias.device)
     if pointers % 16:
         return None
-    # the device of each: what is on another must be refused
-    devices = (a.device, b.device, a.device if out is None else out.device)
-    return a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype, into, behind, accumulate, devices
+    return (
+        a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device, into, behind, accumulate
+    )  # fmt: skip
+
+
+def _preparable(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether a launch for such shapes, strides and dtypes can be prepared: no batch, no empty product, no numbers that
+    torch's switches may multiply otherwise.
+    """
+    two = a.dim() == b.dim() == 2 and a.dtype.itemsize == 2 and a.numel() * b.numel() > 0
+    return two and (bias is None or bias.is_contiguous())
+
+
+def _span(tensor: torch.Tensor | None) -> int:
+    """Bytes from a tensor's base to the end of its last element; it has one."""
+    if tensor is None:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def _apart(out: torch.Tensor, others: tuple[torch.Tensor | None, ...], spans: tuple[int, ...]) -> bool:
+    """Whether a result of these spans, the first its own, lies on none of what is read."""
+    begin = out.data_ptr()
+    end = begin + spans[0]
+    for tensor, span in zip(others, spans[1:], strict=True):
+        if tensor is not None and begin < tensor.data_ptr() + span and tensor.data_ptr() < end:
+            if share_memory(out, tensor):
+                return False
+    return True
 
 
 def way_of(choice: Choice, stored: str) -> FusedPlan:

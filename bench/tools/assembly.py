@@ -147,6 +147,9 @@ def grouped_complaints(sass: str, accumulate: bool) -> list[str]:
             wrong.append(f"a barrier of the whole program in a loop of products: {barriers}")
         if re.search(r"SYNCS\.ARRIVE", re.sub(r"BAR\.SYNC.*?SYNCS\.ARRIVE[^;]*", "", body, flags=re.S)):
             wrong.append("a group gives a stage back before its threads have met")
+        given_back = re.findall(r"SYNCS\.ARRIVE\S* RZ, \[(\w+)\+", body)
+        if not any(re.search(rf"\b[A-Z][\w.]* {register}\b,", body) for register in given_back):
+            wrong.append("a group gives the same stage back at each step")
         if "UTMALDG" in body:
             wrong.append("a group that multiplies also loads")
     return wrong

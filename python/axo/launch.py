@@ -334,6 +334,10 @@ def launch_local(
         if not terminate or again or number not in Termination.signals():
             raise SignalException(f"signal {number}", signal.Signals(number))
 
+    # torch 2.11 knows no such field: ranks that are told to end have its 30 s there
+    grace: dict[str, Any] = {"shutdown_timeout": _GRACE_SECONDS}
+    if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
+        grace.clear()
     with own_folder() as reports:
         config = LaunchConfig(
             min_nodes=1,
@@ -347,7 +351,7 @@ def launch_local(
             max_restarts=0,
             monitor_interval=0.1,
             start_method="fork" if fork else "spawn",
-            shutdown_timeout=_GRACE_SECONDS,
+            **grace,
             signals_to_handle="",  # they are handled here
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(reports, "logs"))),  # else a folder is left in /tmp
         )

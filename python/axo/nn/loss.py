@@ -309,7 +309,7 @@ def logits_gradient(
         # An ignored row may hold anything, inf too; 0 * inf must not leak.
         share.masked_fill_((scale[part] == 0)[:, None], 0)
         target[:, : options.real] = share
-        target[:, options.real :] = 0
+        target[:, options.real :].zero_()
 
 
 def _rows_for_kernels(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -376,8 +376,9 @@ def _finite(peak: torch.Tensor) -> torch.Tensor:
 def _reduce_peak(peak: torch.Tensor, width: int, options: VocabularyPart) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's peaks and those over x. Three more numbers ride along, so that all ranks agree on bad columns."""
     own = peak[:-3].clone()
-    peak[-3] = float(width != options.width or options.classes > options.columns)
-    peak[-2], peak[-1] = options.columns, -options.columns
+    wrong = width != options.width or options.classes > options.columns
+    for place, number in enumerate((float(wrong), options.columns, -options.columns), len(own)):
+        peak[place : place + 1].fill_(number)  # peak[place] = number would copy from the host, and wait for the GPU
     peak = options.all_reduce(peak, "max")
     agreed = (peak[-3] == 0) & (peak[-2] == -peak[-1])
     if agreed.device.type != "cpu":

@@ -1,0 +1,119 @@
+"""Launch a compiled kernel again for other tensors, without what Triton does anew at each launch.
+
+Triton binds the arguments, specializes on them, looks the kernel up and encodes a tensor map for each descriptor, most
+of it in Python: several times what the driver's part takes. All of that depends on dtypes, shapes, strides, numbers,
+options and the alignment of addresses, which the caller of a :class:`Repeated` keeps as they were; so the kernel is the
+one that Triton would find again. What differs is where the tensors lie, and the stream: these are replaced in the
+arguments that Triton's launcher handed over to its part in C. A map depends on the base alone then, and is kept by it.
+Nothing here waits for the device, and the driver copies what it launches with: graphs can be captured.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+
+_KEPT = 1024  # tensor maps of one operand, 128 bytes each
+_STREAM = object()
+
+
+class Repeated:
+    """One launch of a compiled kernel with descriptors, for other tensors with bases of 16 bytes."""
+
+    def __init__(self, jit: Any, kernel: Any, programs: int, values: Sequence[Any]) -> None:
+        """Take the arguments of all parameters in their order; tensors among them are not kept."""
+        from triton import knobs, runtime
+
+        driver = runtime.driver.active
+        self._current_device, self._current_stream = driver.get_current_device, driver.get_current_stream
+        self._device, self._debug, self._knobs = driver.get_current_device(), knobs.runtime.debug, knobs.runtime
+        self._hooks, self._programs = jit.pre_run_hooks, programs
+        self._launcher = _cells(kernel)["launcher"].cell_contents
+        described = [place for place, value in enumerate(values) if hasattr(value, "block_shape")]
+        pointers = {place: object() for place, value in enumerate(values) if hasattr(value, "data_ptr")}
+        hidden = [pointers.get(place, None if place in described else value) for place, value in enumerate(values)]
+        self._hand_over = partial(_handed_over, kernel, programs, hidden, described)
+        before, self._arguments, self._flat = self._hand_over([values[place] for place in described])
+        self._between = before[4:]
+        self._maps = [place for place, value in enumerate(self._arguments) if type(value).__name__ == "PyCUtensorMap"]
+        self._pointers = [self._arguments.index(mark) for mark in pointers.values() if mark in self._arguments]
+        self._kept: list[dict[int, Any]] = [{} for _ in self._maps]
+        as_known = before[:4] == [programs, 1, 1, _STREAM]
+        self.usable = as_known and (len(self._maps), len(self._pointers)) == (len(described), len(pointers))
+        for place in (*self._maps, *self._pointers):
+            self._arguments[place] = None
+
+    @classmethod
+    def of(
+        cls, jit: Any, kernel: Any, programs: int, arguments: Sequence[Any], options: dict[str, Any]
+    ) -> Repeated | None:
+        """Return what repeats a launch that Triton has done of these arguments; None: Triton has to do each.
+
+        That is so in the interpreter, on AMD's devices, and where Triton's launcher is another than in 3.6 and 3.9.
+        """
+        run = getattr(kernel, "run", None)
+        allocates = [getattr(run, f"{name}_scratch_size", None) != 0 for name in ("global", "profile")]
+        if "launcher" not in _cells(kernel) or any(allocates) or getattr(run, "gsan_enabled", False):
+            return None
+        named = {name: value for name, value in options.items() if name in jit.signature.parameters}
+        bound = jit.signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        repeated = cls(jit, kernel, programs, list(bound.arguments.values()))
+        return repeated if repeated.usable else None
+
+    def ready(self) -> bool:
+        """Whether Triton would launch the same now, on this device, and no hook (of a profiler) is to be called."""
+        enter, leave = self._knobs.launch_enter_hook, self._knobs.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self._hooks:
+            return False
+        return self._knobs.debug == self._debug and self._current_device() == self._device
+
+    def __call__(self, bases: Sequence[int], pointers: Sequence[int], describe: Callable[[], list[Any]]) -> None:
+        """Launch with descriptors of these bases, and with these pointers, each in the order of the parameters."""
+        arguments = self._arguments.copy()
+        for place, kept, base in zip(self._maps, self._kept, bases):  # noqa: B905 - as long by construction
+            encoded = kept.get(base)
+            if encoded is None:
+                encoded = self._encode(place, kept, base, describe)
+            arguments[place] = encoded
+        for place, pointer in zip(self._pointers, pointers):  # noqa: B905
+            arguments[place] = pointer
+        stream = self._current_stream(self._device)
+        if self._flat:
+            self._launcher(self._programs, 1, 1, stream, *self._between, *arguments)
+        else:
+            self._launcher(self._programs, 1, 1, stream, *self._between, arguments)
+
+    def _encode(self, place: int, kept: dict[int, Any], base: int, describe: Callable[[], list[Any]]) -> Any:
+        if len(kept) >= _KEPT:
+            kept.clear()
+        kept[base] = self._hand_over(describe())[1][place]
+        return kept[base]
+
+
+def _cells(kernel: Any) -> dict[str, CellType]:
+    """What Triton's function that encodes descriptors has around it: the launcher in C among it."""
+    launch = getattr(getattr(kernel, "run", None), "launch", None)
+    names = getattr(getattr(launch, "__code__", None), "co_freevars", ())
+    return dict(zip(names, getattr(launch, "__closure__", None) or (), strict=True))
+
+
+def _handed_over(
+    kernel: Any, programs: int, values: list[Any], places: list[int], described: list[Any]
+) -> tuple[list[Any], list[Any], bool]:
+    """What Triton's launcher hands over to its part in C: before the kernel's arguments, these, and whether as one list
+    with what is before them (Triton 3.6) or in one of their own.
+    """
+    taken: list[Any] = []
+    launch, cells = kernel.run.launch, _cells(kernel) | {"launcher": CellType(lambda *given: taken.extend(given))}
+    twin, values = copy.copy(kernel.run), values.copy()
+    twin.launch = FunctionType(launch.__code__, launch.__globals__, closure=tuple(cells.values()))
+    for place, one in zip(places, described, strict=True):
+        values[place] = one
+    twin(programs, 1, 1, _STREAM, kernel.function, kernel.packed_metadata, None, None, None, *values)
+    if isinstance(taken[-1], (list, tuple)):
+        return taken[:-1], list(taken[-1]), False
+    return taken[:4], taken[4:], True

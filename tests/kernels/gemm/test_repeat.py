@@ -1,0 +1,107 @@
+"""Launches that are repeated without Triton's binder, through its real launcher over a driver that computes nothing.
+
+Oracle: what Triton itself hands to its launcher in C, and what it encodes its tensor maps from.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from axo_kernels.gemm.tiles import HOPPER, TARGETS, default_config
+from axo_kernels.tune.choice import Choice
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("kernel", ["hopper", "descriptors"])
+def test_a_repeated_launch_is_tritons(kernel, tmp_path):
+    code = f"from tests.kernels.gemm.test_repeat import check; check({kernel!r}, {str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def check(kernel, folder):
+    """In a process of its own, whose driver is the stub."""
+    from axo_kernels.tune.runners import runner
+    from bench.tools.stub_driver import Stub
+
+    stub = Stub(Path(folder))
+    from triton import knobs, runtime
+
+    from axo_kernels.gemm import repeat
+
+    driver, device, stream, encoded, launched = runtime.driver.active, [0], [7], {}, []
+    driver.get_current_device, driver.get_current_stream = lambda: device[0], lambda device: stream[0]
+    fill = next(name for name in ("fill_tma_descriptor_tiled", "fill_tma_descriptor") if hasattr(driver.utils, name))
+    encode = getattr(driver.utils, fill)
+
+    def recorded_map(*given):
+        tensor_map = encode(*given)
+        encoded[id(tensor_map)] = tensor_map, [list(value) if isinstance(value, tuple) else value for value in given]
+        return tensor_map
+
+    setattr(driver.utils, fill, recorded_map)
+
+    def plain(value):
+        """For comparison: maps as what they were encoded from, tensors as addresses, no hooks as None."""
+        if id(value) in encoded:
+            return encoded[id(value)][1]
+        if isinstance(value, torch.Tensor):
+            return value.data_ptr()
+        if type(value).__name__ in ("HookChain", "LazyDict"):
+            return None
+        return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+    config = HOPPER[0] if kernel == "hopper" else default_config(TARGETS["sm_90"], torch.bfloat16, True)
+    run = runner(Choice("triton", "NT", config), "NT")
+    m, n, k = 512, 768, 256
+
+    def operands():
+        out = torch.empty(m, 2 * n, dtype=torch.bfloat16)[:, :n]
+        a, b = torch.empty(m, k, dtype=torch.bfloat16), torch.empty(n, k, dtype=torch.bfloat16)
+        return {"a": a, "b": b, "out": out, "bias": torch.empty(n, dtype=torch.bfloat16)}
+
+    first, second = operands(), operands()
+    run(**first)
+    (prepared,) = run._prepared.values()
+    (compiled,) = prepared.kernel.device_caches[0][0].values()
+    cell = repeat._cells(compiled)["launcher"]
+    launcher = cell.cell_contents
+    cell.cell_contents = lambda *given: (launched.append(plain(given)), launcher(*given))[1]
+    run(**first)
+    assert prepared.repeated is not None and prepared.launches == 2, "the second launch is Triton's"
+    run(**first)
+    assert prepared.launches == 2 and len(launched) == 2 and launched[0] == launched[1]
+
+    seen = []
+    watch = lambda metadata: seen.append(metadata.get()["name"])  # noqa: E731
+    stream[0], maps = 9, stub.maps
+    run(**second)
+    assert stub.maps > maps and prepared.launches == 2, "other bases: maps of their own"
+    knobs.runtime.launch_enter_hook.add(watch)
+    run(**second)
+    assert len(seen) == 1 and prepared.launches == 3, "with a hook Triton launches"
+    knobs.runtime.launch_enter_hook.remove(watch)
+    knobs.runtime.launch_exit_hook.add(watch)
+    run(**second)
+    assert len(seen) == 2 and prepared.launches == 4
+    knobs.runtime.launch_exit_hook.remove(watch)
+    maps = stub.maps
+    run(**second)
+    run(**(second | {"a": first["a"]}))
+    assert stub.maps == maps and prepared.launches == 4, "maps of these bases are kept"
+    assert launched[2] == launched[3] == launched[4] == launched[5] != launched[6]
+    assert 9 in launched[2] and 7 in launched[1] and stub.launches == len(launched) + 1 and not stub.complaints
+
+    device[0] = 1
+    assert not prepared.repeated.ready(), "a kernel is one device's"
+    device[0], repeat._KEPT = 0, 1
+    for kept in prepared.repeated._kept:
+        kept.clear()
+    for given in (first, second, first, second):
+        run(**given)
+    assert launched[-4:-2] == launched[-2:] and launched[-1] == launched[5], "few maps are kept, all are right"
+    assert all(len(kept) == 1 for kept in prepared.repeated._kept)
