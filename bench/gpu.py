@@ -4,7 +4,7 @@
     python3 setup.py build_ext --inplace; PYTHONPATH=python:. python3 -m bench.gpu --seconds 400 --out results
                                                    the same on a machine without network or pip: torch and triton only;
                                                    the kernels run where the extension could not be built
-    python3 -m bench.gpu --smoke --out results     every part at toy sizes on the GPU, in a minute, in results/smoke
+    python3 -m bench.gpu --smoke --out results     every part at toy sizes on the GPU, in two minutes, in results/smoke
     python3 -m bench.gpu --walk --out results      the same code on stand-ins and the CPU; its times mean nothing
     ... --compiled DIR                             with kernels that bench.tools.stub_driver --cache DIR has compiled
 
@@ -43,7 +43,8 @@ from .lib.table import LEFT_OUT, environment, read_rows, same, under_way
 
 SECONDS = 450.0  # of all parts together
 ENDING = 15.0  # the kernels stop beginning anything new so many seconds before their limit
-SMOKE_SECONDS = 90.0  # of --smoke
+SMOKE_SECONDS = 150.0  # of --smoke: a start of ranks, of which it has five, took 12 s on an H100's machine
+LEAST = 10.0  # seconds with which a part is begun: torch's import takes half of them
 MOST_FILES = 8
 AGAIN = 60.0  # seconds below which nothing is begun once more
 
@@ -142,6 +143,10 @@ def run(part: Part, out: Path, until: float, how: list[str], stopped: dict[str, 
     failed, again = setbacks(rows_of(part, out)), False
     while True:
         seconds = until - time.perf_counter()
+        if seconds < LEAST:
+            stopped[part.name] = "not begun: no time was left"
+            print(f"{part.name}: {stopped[part.name]}", flush=True)
+            return None, False
         print(f"--- {part.name}: at most {seconds:.0f} s", flush=True)
         limits = ["--seconds", f"{seconds - ENDING:.0f}", *(["--again"] if again else [])] if part.goes_on else []
         became = ""

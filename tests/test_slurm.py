@@ -1,5 +1,6 @@
 """SLURM's tasks as ranks: from its variables, and under a real srun where this machine has one."""
 
+import contextlib
 import os
 import shutil
 import socket
@@ -12,6 +13,7 @@ import pytest
 
 from axo import slurm
 from axo.launch import Rank
+from tests.hosts import Hosts, available
 
 STEP = {
     "SLURM_JOB_ID": "71",
@@ -92,7 +94,7 @@ def test_variables_that_say_too_little():
 
 CONFIGURATION = """
 ClusterName=axo
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 AuthType=auth/munge
 CryptoType=crypto/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=15
@@ -112,7 +114,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
-NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 State=UNKNOWN
+SlurmdTimeout=10
+{nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 PROGRAMS = ("srun", "sbatch", "scancel", "squeue", "scontrol", "slurmctld", "slurmd", "munged", "mungekey")
@@ -125,36 +128,50 @@ NEEDS_SLURM = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """Two nodes of SLURM on this machine: the environment in which srun finds them."""
-    folder = tmp_path_factory.mktemp("slurm")
-    folder.chmod(0o755)
-    for name in ("state", "node1", "node2"):
-        (folder / name).mkdir()
+    folder, host = tmp_path_factory.mktemp("slurm"), socket.gethostname()
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = 17000 + one.getsockname()[1] % 10000
-    text = CONFIGURATION.format(folder=folder, host=socket.gethostname(), port=port, first=port + 1, last=port + 2)
+    nodes = f"NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{port + 1}-{port + 2}] CPUs=2"
+    with daemons_of(folder, nodes, host, "127.0.0.1", port, {"node1": [], "node2": []}) as environment:
+        yield environment
+
+
+@contextlib.contextmanager
+def daemons_of(folder, nodes, host, address, port, names):
+    """SLURM's daemons, of nodes that slurm.conf has as ``nodes``.
+
+    Args:
+        folder: For what they write.
+        host, address, port: Of the controller.
+        names: Of each node, and what to put before a command that runs there; the first has the controller.
+    """
+    folder.chmod(0o755)
+    for name in ("state", *names):
+        (folder / name).mkdir()
+    text = CONFIGURATION.format(folder=folder, host=host, address=address, port=port, nodes=nodes)
     (folder / "slurm.conf").write_text(text)
+    there = next(iter(names.values()))
     subprocess.run(["mungekey", "-c", "-k", folder / "munge.key"], check=True)
     munge = [f"--{name}={folder}/munge.{end}" for name, end in (("key-file", "key"), ("socket", "socket"),
              ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))]  # fmt: skip
     environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
     daemons = [
         subprocess.Popen(["munged", "-F", "--force", *munge]),
-        subprocess.Popen(["slurmctld", "-D", "-i"], env=environment, stderr=subprocess.DEVNULL),
-        *(subprocess.Popen(["slurmd", "-D", "-N", n], env=environment, stderr=subprocess.DEVNULL)
-          for n in ("node1", "node2")),
+        subprocess.Popen([*there, "slurmctld", "-D", "-i"], env=environment, stderr=subprocess.DEVNULL),
+        *(subprocess.Popen([*before, "slurmd", "-D", "-N", name], env=environment, stderr=subprocess.DEVNULL)
+          for name, before in names.items()),
     ]  # fmt: skip
     try:
-        end = time.monotonic() + 60
-        while subprocess.run(["srun", "-N2", "true"], env=environment, capture_output=True, timeout=60).returncode:
+        end, jobs = time.monotonic() + 60, {"env": environment, "capture_output": True, "text": True, "timeout": 60}
+        while subprocess.run([*there, "srun", "-N2", "true"], **jobs).returncode:
             assert time.monotonic() < end, (folder / "controller.log").read_text()
             time.sleep(0.2)
         yield environment
     finally:  # a job whose daemons end first leaves its processes behind
         end = time.monotonic() + 60
-        jobs = {"env": environment, "capture_output": True, "text": True, "timeout": 60}
-        while subprocess.run(["squeue", "--noheader"], **jobs).stdout and time.monotonic() < end:
-            subprocess.run(["scancel", "--me", "--full", "--signal=KILL"], **jobs)
+        while subprocess.run([*there, "squeue", "--noheader"], **jobs).stdout and time.monotonic() < end:
+            subprocess.run([*there, "scancel", "--me", "--full", "--signal=KILL"], **jobs)
             time.sleep(0.5)
         for daemon in reversed(daemons):
             daemon.terminate()
@@ -203,6 +220,34 @@ def test_a_job_whose_time_is_over_is_requeued_and_goes_on(cluster, tmp_path):
     text = told.read_text()
     assert text.count("stopped by SIGUSR1 after") == 1 and text.count(", after step ") == 1, text
     assert ": ok" in text.partition("parity: ")[2], text
+
+
+@NEEDS_SLURM
+@pytest.mark.soak
+@pytest.mark.hosts
+@pytest.mark.timeout(600)
+def test_a_job_goes_on_without_a_node_that_fails(tmp_path):
+    """docs/clusters.md: srun --no-kill, of an elastic run. Nodes are hosts of their own; one loses its power."""
+    if why := available():
+        pytest.skip(f"no hosts can be made here: {why}")
+    with Hosts(2) as hosts:
+        nodes = "\n".join(f"NodeName={each.name} NodeAddr={each.address} CPUs=2" for each in hosts)
+        names = {each.name: each.command() for each in hosts}
+        first = hosts[0]
+        with daemons_of(tmp_path, nodes, first.name, first.address, 17000, names) as environment:
+            axo, log = str(Path(sys.executable).with_name("axo")), tmp_path / "job.out"
+            command = ["srun", "-N2", "--ntasks-per-node=1", "--no-kill", axo, "train", "--grid", "2x1x2x1"]
+            command += ["--elastic", "2:4", "--hosts", ",".join(each.address for each in hosts), "--copy-every", "3"]
+            command += ["--steps", "60", "--precision", "32-true", "--compare-serial", "--batch-size", "12"]
+            with log.open("wb") as output:
+                given = {"stdout": output, "stderr": output, "env": environment | {"AXO_SECRET": "s" * 32}}
+                job = subprocess.Popen(first.command(*command, "--out", str(tmp_path / "out")), **given)
+            await_text(log, " 12/60: ")
+            hosts[1].lose_power()
+            await_text(log, "parity: ")
+            code, text = job.wait(timeout=200), log.read_text()
+            assert f"host {hosts[1].address} is lost; goes on with 2 ranks on grid" in text.replace("\n", ""), text
+            assert code == 0 and ": ok" in text.partition("parity: ")[2], text
 
 
 def await_text(path, text, seconds=300):

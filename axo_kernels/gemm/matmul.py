@@ -34,7 +34,6 @@ from axo_kernels.gemm.tiles import (
     Target,
     cut_to_fit,
     default_config,
-    hopper_default,
     purpose_of,
     shrink,
     split_short,
@@ -355,9 +354,6 @@ def _launch(
     bias, activation, accumulate = epilogue.bias, epilogue.activation, epilogue.accumulate
     wide = accumulate or gate is not None
     descriptors = describable(left, right, out, accumulate)
-    if config is None:
-        plain = descriptors and activation is None and gate is None
-        config = hopper_default(target, product, out.dtype, accumulate, plain)
     if config is None:
         described = uses_descriptors(target, left, descriptors)
         config = shrink(default_config(target, left.dtype, described, purpose_of(target, wide, activation)), product)

@@ -432,7 +432,8 @@ TRIED = 8
 
 
 # The kernel in Gluon: tiles of its own for each group, in turns, or the halves of a larger one; each walked in rows of
-# 8 tiles and of 16. It has no loop to flatten: the warp that loads runs ahead into the next tile by itself.
+# 8 tiles and of 16. It has no loop to flatten: the warp that loads runs ahead into the next tile by itself. Not the
+# default: over 27 deep GPT shapes on an H100 it had 0.996 of cuBLAS's speed, the plain kernel 1.002 (docs/gpu.md).
 HOPPER = tuple(
     Config(block_m, block_n, 64, group_m, warps=4, stages=stages, descriptors=True, parts=parts, groups=groups)
     for groups, block_m, block_n, stages, parts in (
@@ -442,30 +443,6 @@ HOPPER = tuple(
     )
     for group_m in (8, 16)
 )
-# The one of them that a plain product takes where nobody has tuned. None until a GPU has trusted it: the results of a
-# run of bench.kernels there, whose verdict on the kernel for Hopper is True, are committed with HOPPER[0] here.
-HOPPER_DEFAULT: Config | None = None
-# Whether the tuner also tries that kernel where a product meets a stream at flags: not until a GPU has trusted it.
-HOPPER_FLAGS = False
-
-
-def hopper_default(
-    target: Target, product: Product, out_dtype: torch.dtype, accumulate: bool, plain: bool
-) -> Config | None:
-    """HOPPER_DEFAULT for a product that it can do; None: the others' defaults hold.
-
-    Args:
-        plain: Operands and result are described, and nothing but a bias is behind the sum.
-    """
-    config = HOPPER_DEFAULT
-    if config is None or not (target.hopper and plain and product.dtype.itemsize == 2 and product.batch == 1):
-        return None
-    config = accumulating(config) if accumulate else config
-    tiles = -(-product.m // config.block_m) * -(-product.n // config.block_n)
-    # of few tiles K is cut, which that kernel does not do
-    return config if config.fits(target, product.dtype, out_dtype) and 2 * tiles > target.units else None
-
-
 _SHAPES = {
     "nvidia": ((128, 256, 8), (256, 128, 8), (128, 128, 8), (128, 128, 4), (64, 256, 4), (128, 64, 4), (64, 64, 4)),
     "amd": ((256, 256, 8), (256, 128, 8), (128, 256, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4), (64, 64, 4)),
@@ -487,7 +464,7 @@ def fused_candidates(target: Target, product: Product, descriptors: bool) -> lis
             config = replace(default, block_m=block_m, block_n=block_n, warps=warps)
             if config.fits(target, product.dtype):
                 estimates[config] = estimate(config, product, target)
-    grouped = HOPPER if HOPPER_FLAGS and descriptors else ()
+    grouped = HOPPER if descriptors else ()
     return [
         *sorted(estimates, key=lambda config: -estimates[config]),
         *(config for config in grouped if config.group_m == 8 and config.fits(target, product.dtype)),

@@ -11,7 +11,6 @@ import torch
 from axo_kernels import device as devices
 from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.fused.strategies import STRATEGIES, unreachable
-from axo_kernels.gemm import tiles
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, relayout, stored_shapes
 from axo_kernels.gemm.matmul import describable
 from axo_kernels.gemm.tiles import Config, fused_candidates, tried
@@ -111,8 +110,6 @@ def _typed(one: Choice) -> bool:
 def usable(choice: Choice, product: Product, device: torch.device) -> bool:
     """Say whether a choice read from disk can run here at all; one that cannot is a miss."""
     if choice.backend == "triton" and not devices.runs_triton(device):
-        return False
-    if choice.strategy == "signal" and choice.config is not None and choice.config.groups and not tiles.HOPPER_FLAGS:
         return False
     return choice.config is None or choice.config.fits(devices.target_of(device), product.dtype)
 

@@ -13,7 +13,8 @@ from .table import read_rows
 _HEAD = """# Measured on a GPU
 
 For readers who ask what has run on a real GPU: every figure, good or bad, as `axo bench gpu --page docs/gpu.md` has
-written it from its own results. Stand-ins never fill a row here.
+written it from its own results. Stand-ins never fill a row here. What was found there, what was mended, and which rows
+something else disturbed: [the first GPU](notes/first_gpu.md).
 
 """
 # Subject, part of bench.gpu, and what its verdicts begin with.

@@ -119,6 +119,7 @@ class Contestant:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._autocast):
             logits = self.model(ids)
         loss = self._loss(logits, targets)
+        del logits  # else they are there until the end of the step
         loss.backward()
         self._optimizer.step()
         self.model.zero_grad(set_to_none=True)

@@ -16,13 +16,20 @@ BATCH = 8  # rows of one step, of all ranks together
 
 
 def train(
-    grid: str | None, out: str | Path, *, steps: int = 8, resume: str | Path | None = None, **arguments: Any
+    grid: str | None,
+    out: str | Path,
+    *,
+    steps: int = 8,
+    resume: str | Path | None = None,
+    chunked_loss: bool = False,
+    **arguments: Any,
 ) -> tuple[list[float], float, dict[str, torch.Tensor]]:
     """Train, save ``out``/checkpoint-4 and so on; the losses of the steps, that of evaluation, the whole weights.
 
     Args:
         grid: None: one device, without Axo.
         resume: A checkpoint of any grid.
+        chunked_loss: On a grid: logits never exist whole.
         arguments: Further TrainingArguments.
     """
     parts = 1
@@ -50,7 +57,7 @@ def train(
     if grid is not None:
         from axo.integrations.hugging_face import on_grid
 
-        trainer = on_grid(trainer, grid)
+        trainer = on_grid(trainer, grid, chunked_loss=chunked_loss)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}

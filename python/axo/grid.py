@@ -145,9 +145,18 @@ class Holders(NamedTuple):
         """Neighbours along ``axis`` of which one holds it."""
         return {"z": self.z, "data": self.data}.get(axis, 1)
 
+    @property
+    def places(self) -> int:
+        """Ranks of a run."""
+        return self.z * self.data
+
+    def place_of(self, coords: Coords) -> int:
+        """Which of its run the rank at ``coords`` is."""
+        return coords.z % self.z + self.z * (coords.data % self.data)
+
     def holds(self, coords: Coords) -> bool:
         """Whether the rank at ``coords`` does."""
-        return coords.z % self.z + self.z * (coords.data % self.data) == self.place
+        return self.place_of(coords) == self.place
 
     def among(self, coords: Coords) -> Coords:
         """Where a rank that holds it stands in the grid of those that do."""

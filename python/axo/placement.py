@@ -7,7 +7,9 @@ contiguous. Parts that are padded to equal length and laid end to end are the wh
 
 A fused weight (litgpt's qkv) has row blocks: the outer axis splits every block by itself and the rank holds its parts
 one after the other; inner axes split that concatenation. A block may be cut into fewer parts than the outer axis has
-ranks: then ``copies`` neighbouring ranks hold the same part (key-value heads that several ranks' queries share).
+ranks: then ``copies`` neighbouring ranks hold the same part (key-value heads that several ranks' queries share). The
+weights of all experts of a mixture in one tensor, ``[E, n, k]``, lie so too (``stack``): a rank has rows of ``[E n,
+k]`` in two dims, of its own experts where they lie on several ranks.
 
 Not here: moving data between ranks (``axo.sharding``).
 """
@@ -176,7 +178,9 @@ class Placement:
         copies: For each block, how many neighbours along the outer axis hold the same part; None: one each.
         zero: What cuts the optimizer's state of the tensor over data (``axo.optim.zero``); None: nothing does.
         counted: False where an earlier stage of a pipeline holds the same tensor: norms count it there.
-        holders: The data ranks that hold it, among which z cuts it; the others have no row. None: all of them.
+        holders: The data ranks that hold it, among which z cuts it; the others have no row. None: all of them. Of a
+            ``stack``: those that hold the same part of it, which are others for each place.
+        stack: E, where dim 0 is of E equal parts one behind the other, each of one or more ``blocks``; None: it is not.
 
     Raises:
         ValueError: The description contradicts itself.
@@ -191,6 +195,7 @@ class Placement:
     zero: object = field(default=None, compare=False, repr=False)
     counted: bool = field(default=True, compare=False, repr=False)
     holders: Holders | None = None
+    stack: int | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -241,6 +246,13 @@ class Placement:
         if self.comms is None:
             raise ValueError(f"{self} knows no communicators; make it with comms=, or give grid and coordinates")
         return self.comms
+
+    @cached_property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor as others know it: ``global_shape``, but for a ``stack``: ``(E, rows, ...)``."""
+        if self.stack is None:
+            return self.global_shape
+        return self.stack, self.global_shape[0] // self.stack, *self.global_shape[1:]
 
     @cached_property
     def axes(self) -> frozenset[str]:
@@ -305,20 +317,24 @@ class Placement:
         return self._held_by(comms.grid, comms.coords)
 
     def _held_by(self, grid: Grid, coords: Coords) -> _Held:
-        ranges, shape, holds = [], [], True
+        ranges, shape, holds, place = [], [], True, 0
         if self.holders is not None:
-            holds, grid, coords = self.holders.holds(coords), self.holders.grid(grid), self.holders.among(coords)
+            holds, place = self.stack is not None or self.holders.holds(coords), self.holders.place_of(coords)
+            grid, coords = self.holders.grid(grid), self.holders.among(coords)
         for dim in range(len(self.global_shape)):
-            ranges.append(self._ranges(dim, grid, coords) if holds or dim else [])
+            ranges.append(self._ranges(dim, grid, coords, place) if holds or dim else [])
             shape.append(_length(ranges[dim]))
         return _Held(tuple(ranges), tuple(shape))
 
-    def _ranges(self, dim: int, grid: Grid, coords: Coords) -> list[Range]:
+    def _ranges(self, dim: int, grid: Grid, coords: Coords, place: int) -> list[Range]:
         axes, low, high = self.splits[dim], 0, self.global_shape[dim]
         if dim == self.block_dim and self.blocks is not None and axes:
             starts = accumulate(self.blocks, initial=0)
             parts = zip(starts, self._block_parts(grid, coords), strict=False)
             ranges = [(start + low, start + high) for start, (low, high) in parts]
+            if self.stack is not None and self.holders is not None:
+                each = len(ranges) // self.holders.places
+                ranges = ranges[each * place : each * (place + 1)]
             for axis in axes[1:]:
                 ranges = split_ranges(ranges, getattr(grid, axis), getattr(coords, axis))
             return ranges
@@ -390,9 +406,9 @@ class Placement:
         """
         import torch  # here: sizes are checked, and plans made, where it is not installed
 
-        if tuple(full.shape) != self.global_shape:
-            raise ValueError(f"shard: the tensor has shape {tuple(full.shape)}, its placement says {self.global_shape}")
-        part = full
+        if tuple(full.shape) != self.whole_shape:
+            raise ValueError(f"shard: the tensor has shape {tuple(full.shape)}, its placement says {self.whole_shape}")
+        part = full = full if self.stack is None else full.flatten(0, 1)
         for dim in range(full.dim()):
             pieces = [part.narrow(dim, a, b - a) for a, b in self.ranges(dim, grid, coords)]
             part = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [part.narrow(dim, 0, 0)], dim)

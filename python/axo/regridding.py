@@ -226,9 +226,9 @@ class _Piece(NamedTuple):
     target: int
     box: Box
     owned: Box
-    owned_at: tuple[slice, ...]
+    owned_at: tuple[slice | None, ...]
     wanted: Box
-    wanted_at: tuple[slice, ...]
+    wanted_at: tuple[slice | None, ...]
 
     def there(self, old: torch.Tensor) -> torch.Tensor:
         """It, in the part that the source has had."""

@@ -100,7 +100,7 @@ class _Unshard(torch.autograd.Function):
         grid = comms.grid
         axes = [axis for axis in AXES if axis in placement.axes and grid.size(axis) > 1]
         if not axes:
-            return local.clone()
+            return local.clone().view(placement.whole_shape)
         longest = placement.max_local_shape()
         parts = pad_to(local, longest).contiguous().unsqueeze(0).to(comms.device)
         for axis in axes:  # the axis gathered last is the outermost of the index
@@ -109,7 +109,7 @@ class _Unshard(torch.autograd.Function):
         for index, outer_first in enumerate(product(*(range(grid.size(axis)) for axis in reversed(axes)))):
             where = dict(zip(reversed(axes), outer_first, strict=True))
             placement.put(full, parts[index], grid, Coords(*(where.get(axis, 0) for axis in AXES)))
-        return full
+        return full.view(placement.whole_shape)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -382,8 +382,9 @@ def to_dtensor(parameter: torch.Tensor) -> DTensor:
     if placement is None or placement.comms is None:
         raise ValueError("to_dtensor: the tensor has no placement on a grid; pass a parameter of a parallel layer")
     comms = placement.comms
-    if placement.holders is not None:
-        raise ValueError("to_dtensor: a weight of an expert that some ranks hold is not a DTensor; use axo.unshard")
+    if placement.holders is not None or placement.stack is not None:
+        which = "a weight of an expert that some ranks hold" if placement.stack is None else "a tensor of experts"
+        raise ValueError(f"to_dtensor: {which} is not a DTensor; use axo.unshard")
     if parameter.device.type != comms.device.type:
         raise ValueError(
             f"to_dtensor: the parameter lies on {parameter.device} and its grid is on {comms.device}, so a DTensor"

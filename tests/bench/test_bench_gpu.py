@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import time
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from bench import device, gpu, gpu_step, kernels, offload
-from bench.lib import attempts, table
+from bench.lib import attempts, page, table
 from bench.lib.step_models import serial
 from bench.lib.table import read_rows, rows_to_go_on_with
 from tests.launcher import Command, run_as_program
@@ -145,6 +146,10 @@ def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, t
     assert gpu.main([*arguments, "--fresh"]) == 4 and "kernels" in given
     with pytest.raises(SystemExit):
         gpu.main(["--seconds", "10"])
+    given.clear()
+    left: dict[str, str] = {}
+    assert gpu.run(gpu.PARTS[-1], tmp_path, time.perf_counter() + 1, [], left) == (None, False) and not given
+    assert left == {"gpu_step": "not begun: no time was left"}
 
 
 def test_what_was_measured_elsewhere_is_begun_anew(monkeypatch, tmp_path):
@@ -472,23 +477,26 @@ def test_ranks_of_one_gpu_are_hosts_of_their_own(monkeypatch):
 
 
 def test_the_page_says_what_was_measured_and_what_was_not(tmp_path):
-    """As committed: of no results. Of a GPU's results each line, bad ones too; a walk's fill no row."""
-    committed = (Path(gpu.__file__).parents[1] / "docs/gpu.md").read_text()
+    """As committed: of the committed results. Of a GPU's each line, bad ones too; a walk's fill no row."""
+    root, written = Path(gpu.__file__).parents[1], tmp_path / "gpu.md"
+    gpu.main(["--out", str(root / "bench/results/gpu"), "--page", str(written)])
+    assert written.read_text() == (root / "docs/gpu.md").read_text(), "the page is of other results"
+    empty = page.page(None)
     rows = [{"bench": "right", "kind": "cuda", "device": "a GPU", "date": "today", "commit": "abc", "torch": "2.11"}]
     rows += [{"note": f"{name}: {verdict}", "verdict": verdict} for name, verdict in (
         ("all results right", True), ("tuned at worst, of torch: 0.940 (goal: at least 0.99)", False),
     )]  # fmt: skip
     write = lambda: (tmp_path / "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))  # noqa: E731
     write()
-    assert gpu.main(["--out", str(tmp_path), "--page", str(tmp_path / "gpu.md")]) == 0
-    found = (tmp_path / "gpu.md").read_text()
+    assert gpu.main(["--out", str(tmp_path), "--page", str(written)]) == 0
+    found = written.read_text()
     assert "- `bench.kernels`: a GPU, today, torch 2.11, commit abc" in found and "Nothing yet" not in found
     assert "| tuned at worst, of torch: 0.940 (goal: at least 0.99) | no |" in found and "right | yes |" in found
-    assert found.count("not measured") == committed.count("not measured") - 2 > 10
+    assert found.count("not measured") == empty.count("not measured") - 2 > 10
     rows[0]["kind"] = "cpu"
     write()
-    gpu.main(["--out", str(tmp_path), "--page", str(tmp_path / "gpu.md")])
-    assert (tmp_path / "gpu.md").read_text() == committed or "Nothing yet" not in committed
+    gpu.main(["--out", str(tmp_path), "--page", str(written)])
+    assert written.read_text() == empty and "Nothing yet" in empty
 
 
 def test_no_more_than_eight_files_whatever_lies_there(tmp_path):

@@ -95,14 +95,14 @@ def test_what_the_driver_does_not_let_go_of_is_left(monkeypatch, capsys):
             assert timeout is not None, "it would never come back"
             raise subprocess.TimeoutExpired(self.args, timeout)
 
-    held = []
+    held, stand_in = [], device.StandIn()  # it is built by a compiler
     monkeypatch.setattr(subprocess, "Popen", Held)
     try:
         Trial(["a trial"]).kill()
         kernels.compile_ahead(2, 0.0)
         monkeypatch.setattr(device, "TOGETHER_SECONDS", 0.0)
         with pytest.raises(RuntimeError, match="2 ranks did not end within"):
-            device.in_processes(device.StandIn(), 2, ("graph",), table.Table({}))
+            device.in_processes(stand_in, 2, ("graph",), table.Table({}))
     finally:
         for process in held:
             os.kill(process.pid, signal.SIGKILL)

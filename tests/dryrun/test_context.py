@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +12,21 @@ from typer.testing import CliRunner
 from axo import dryrun
 from axo.cli import main as cli
 from axo.grid import Grid
-from axo.perf import command, machine, memory, planner, readers
+from axo.perf import command, machine, memory, output, planner, readers
 from axo.perf.run_options import PRECISIONS, RunOptions
 from axo.perf.workload import Workload
 from axo.train import models
 from axo.train.config import TrainConfig
+from tests.perf.support import beside, step_calls
 
 SIZES = {"n_layer": 2, "n_embd": 256, "n_head": 8, "padded_vocab_size": 2000, "block_size": 8192}
 SIZES |= {"intermediate_size": 768, "n_query_groups": 2}
+LATENT = SIZES | {
+    "n_query_groups": 8, "head_size": 48, "rope_interleave": True,
+    "latent_attention": {
+        "q_lora_rank": 96, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    },
+}  # fmt: skip
 
 
 def workload_of(config: TrainConfig) -> Workload:
@@ -29,8 +36,8 @@ def workload_of(config: TrainConfig) -> Workload:
 def step(grid: str, context: int, **changes: Any) -> tuple[TrainConfig, RunOptions]:
     on = Grid.parse(grid)
     config = TrainConfig(
-        model="Llama-3-8B", model_overrides=SIZES, grid=on, context=context, batch_size=on.z * on.data // context,
-        gather_cache="none", chunked_loss=True, **{"seq_len": 2048, **changes},
+        model="Llama-3-8B", grid=on, context=context, batch_size=on.z * on.data // context, gather_cache="none",
+        chunked_loss=True, **{"seq_len": 2048, "model_overrides": SIZES, **changes},
     )  # fmt: skip
     kept = "none" if not config.recompute else "selective" if config.recompute_keeps == "products" else "full"
     run = RunOptions(
@@ -46,18 +53,22 @@ def step(grid: str, context: int, **changes: Any) -> tuple[TrainConfig, RunOptio
         ("2x1x4x1", 2, {}),
         ("1x1x4x1", 4, {"precision": "32-true", "seq_len": 1024}),
         ("1x2x4x1", 4, {"precision": "bf16-true", "recompute": True}),
+        ("1x2x4x1", 4, {"precision": "bf16-true", "recompute": True, "model_overrides": SIZES | {"n_query_groups": 8}}),
         ("1x1x8x1", 8, {"recompute": True, "recompute_keeps": "products"}),
+        ("2x1x4x1", 1, {"model_overrides": LATENT}),
+        ("2x2x2x1", 1, {"model_overrides": LATENT, "recompute": True}),
+        ("2x1x4x1", 2, {"model_overrides": LATENT}),
+        ("1x2x4x1", 4, {"model_overrides": LATENT, "precision": "bf16-true", "recompute": True}),
+        ("1x1x8x1", 8, {"model_overrides": LATENT, "recompute": True, "recompute_keeps": "products"}),
     ],
 )
 def test_messages_and_memory_are_those_of_the_step(grid: str, context: int, changes: dict[str, Any]) -> None:
     config, run = step(grid, context, **changes)
     record, workload = dryrun.run(config), workload_of(config)
-    sent = Counter[str]()
-    for repeat, layer in workload.layers:
-        for call in layer.calls(config.grid, run.group_rows(config.grid), run, recompute=run.recompute != "none"):
-            if call.op in ("send", "recv"):
-                sent[call.op] += repeat * call.calls * call.elements * call.itemsize
-    assert sent == {op: size for (op, _), (_, size) in record.traffic().items() if op in sent} and len(sent) == 2
+    dry = {key: size for key, (_, size) in record.traffic().items()}
+    more = beside(dry, step_calls(workload, config.grid, run))  # norm of gradients, mean loss, lengths of sequences
+    assert all(op in ("all_reduce", "all_gather") and 0 < size <= 24 for (op, _), size in more.items()), more
+    assert ("send" in {op for op, _ in dry}) == (context > 1)
     held = memory.estimate(workload, config.grid, run)
     assert max(held.moments.values()) == pytest.approx(record.peak.total, rel=0.05)
 
@@ -139,6 +150,21 @@ def test_what_is_printed_shares_sequences_too() -> None:
     line = command.litgpt_line(plan, plain)
     assert f"--context {plain.run.context} " in line
     assert "--train.global_batch_size=4 --train.micro_batch_size=1 " in line
+
+
+def test_what_each_exchange_sends_is_printed() -> None:
+    """By hand: 32 layers; 512 tokens of a rank are 2 MiB of keys and values, and 4 MiB of queries. Ring: three times
+    those forward, and twice that backward; gather: three times each; heads: three parts of four of all, twice."""
+    workload = readers.read("Llama-3-8B", seq_length=2048)
+    run = RunOptions(4 * 2048, recompute="none", context=4)
+    best = SimpleNamespace(grid=Grid(z=16), run=run, stages=None, name="1x1x16x1")
+    plan: Any = SimpleNamespace(best=best, request=SimpleNamespace(workload=workload))
+    ring, gather, heads = (32 * mib / 1024 for mib in (9 * 2, 6 * 2, 2 * (4 + 2 + 4) * 3 / 4))
+    assert f"{ring:.3g} GiB by ring, {gather:.3g} GiB by gather, {heads:.3g} GiB by heads;" in output.exchanges(plan)
+    best.grid, best.run = Grid(z=16, x=4), run._replace(context=16)  # 8 heads of a rank for 16
+    assert "heads" not in output.exchanges(plan)
+    best.run = run._replace(context=1)
+    assert not output.exchanges(plan)
 
 
 @pytest.mark.parametrize(

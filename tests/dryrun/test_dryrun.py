@@ -35,6 +35,12 @@ from axo.train.config import TrainConfig
 from tests.launcher import run_ranks
 
 SIZES = {"n_layer": 2, "n_embd": 64, "intermediate_size": 96, "padded_vocab_size": 250, "n_query_groups": 8}
+LATENT = SIZES | {
+    "head_size": 16, "rope_interleave": True,
+    "latent_attention": {
+        "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4,
+    },
+}  # fmt: skip
 MIXTURE = SIZES | {"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "moe_intermediate_size": 32}
 
 
@@ -48,11 +54,14 @@ CASES = [
     config("2x2x2x1", recompute=True, gather_cache="none", precision="32-true"),
     config("2x1x2x2", recompute=True, accumulate=2),
     config("1x2x2x2", zero=2, overlap="oar"),
+    config("2x1x2x2", zero=2, optimizer="muon", recompute=True),
     config("2x2x2x1", algorithm="tesseract"),
     config("2x1x2x1", pipeline=2, microbatches=4),
     config("2x1x4x1", context=4, recompute=True, precision="32-true"),
     config("1x1x4x2", context=2, context_kind="heads", chunked_loss=True, offload="activations", seq_len=1024),
     config("1x2x2x1", pipeline=2, microbatches=2, context=2, context_kind="gather"),
+    config("2x2x2x1", model_overrides=LATENT),
+    config("2x1x4x1", context=4, recompute=True, recompute_keeps="products", model_overrides=LATENT),
     config("1x2x4x1", experts=4, recompute=True, model_overrides=MIXTURE),
     config("1x1x4x2", experts=8, recompute=True, recompute_keeps="products", model_overrides=MIXTURE),
     config("2x1x2x2", precision="32-true", model_overrides=MIXTURE),
@@ -98,7 +107,8 @@ def real(cases: list[TrainConfig], ranks: tuple[int, ...]) -> list[tuple[Issues,
         trainer, grads, issued = steps(case, comms)
         both = [(one.start, (one.op, one.axis, one.bytes)) for one in issued if one.axis != "pipeline"]
         issues = [one for _, one in sorted(both + messages)]
-        moments = [state[key].nbytes for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        states = [each for state in trainer.optimizer.state.values() for each in state.values()]
+        moments = [each.nbytes for each in states if isinstance(each, torch.Tensor) and each.dim()]
         held = {"weights": sum(p.nbytes for p in trainer.model.parameters()), "optimizer": sum(moments)}
         comms.close()
         comms = axo.connect(case.grid, pipeline=case.pipeline, context=case.context, experts=case.experts)

@@ -43,7 +43,7 @@ def arguments(folder, out, *more, grid="2x1x2x1", steps=STEPS, save=4, lr=4e-4):
 
 def command(given, fault="", step=-1):
     """``axo litgpt`` with its local ranks. After ``step`` steps rank 1 kills itself once, or sends all SIGTERM, or
-    (NaN) the ranks with z = 1 get a loss that is none."""
+    (a number) tells the run to have so many ranks, or (NaN) the ranks with z = 1 get a loss that is none."""
     from axo.integrations.fabric.step_agreement import StepAgreement
     from axo.integrations.litgpt.command import run
 
@@ -60,6 +60,9 @@ def command(given, fault="", step=-1):
             done.touch()
             os.kill(os.getpid() if fault == "SIGKILL" else launcher, getattr(signal, fault))
             time.sleep(1)
+        if fault.isdecimal() and os.environ["RANK"] == "1" and self.step == step and not done.exists():
+            done.touch()
+            done.with_name("ranks").write_text(fault)
         before_step(self, comms)
 
     StepAgreement.note, StepAgreement.before_step = faulty_note, faulty_step

@@ -74,14 +74,7 @@ def pretrain(folder, out, options, grid=None):
 
     from axo.integrations.litgpt.text_data import LocalText
 
-    losses, sums, chunks = [], [], []
-    plain = linear_loss.row_losses
-
-    def in_chunks(logits, *rest):
-        chunks.append(logits.shape)
-        return plain(logits, *rest)
-
-    linear_loss.row_losses = in_chunks
+    losses, sums = [], []
 
     class Losses(litgpt.pretrain.RunningMean):
         def update(self, value):
@@ -143,15 +136,14 @@ def pretrain(folder, out, options, grid=None):
         grid,
         **{key: options[key] for key in ASKED if key in options},
     )
-    whole = options.get("algorithm", "axonn") != "axonn" or options.get("pipeline", 1) > 1  # or this rank has no head
-    assert bool(chunks) == bool(options.get("vocab_loss") and grid) or whole
     return losses, sums
 
 
 def finetune(folder, out, grid=None, method="full", options=None):
     """The losses that one rank of ``litgpt finetune_*`` saw: two samples of unequal length an optimizer step, together.
 
-    Without a grid: stock litgpt on one device. An example is generated after steps 8 and 16. Among the options:
+    Without a grid: stock litgpt on one device. An example is generated after steps 8 and 16, greedily: their tokens are
+    written to ``out``/examples.json. Among the options:
     ``held_back``, the share of samples to validate with; ``accumulate``, micro-batches of a step.
     """
     module = importlib.import_module(f"litgpt.finetune.{method}")
@@ -166,6 +158,13 @@ def finetune(folder, out, grid=None, method="full", options=None):
             super().update(value)
 
     module.RunningMean = Losses
+    examples, stock = [], module.generate
+
+    def greedily(*args, temperature, **given):
+        examples.append(stock(*args, temperature=0.0, **given))
+        return examples[-1]
+
+    module.generate = greedily
     options = dict(options or {})
     data_ranks = _data_ranks(grid, options)
     rate, base = options.pop("lr", 4e-4), folder / options.pop("base", "base")
@@ -197,6 +196,7 @@ def finetune(folder, out, grid=None, method="full", options=None):
         )
 
     _run(start, f"finetune_{method}", grid, **asked)
+    (folder / out / "examples.json").write_text(json.dumps([example.tolist() for example in examples]))
     return losses
 
 
@@ -244,7 +244,11 @@ def _run(start, name, grid, **asked):
     if grid is not None:
         given = sys.argv[2:] if name.startswith("finetune") else []  # what LitGPT writes beside the adapters
         written = parsing.parse(name, PARALLEL[name].load(), given).as_yaml() if given else ""
+        chunks, plain = [], linear_loss.row_losses
+        linear_loss.row_losses = lambda logits, *rest: chunks.append(logits.shape) or plain(logits, *rest)
         run_rank(name, Options(grid=Grid.parse(grid), **asked), lambda again: start(), written, True, 0)
+        whole = asked.get("algorithm", "axonn") != "axonn" or asked.get("pipeline", 1) > 1  # or this rank has no head
+        assert bool(chunks) == bool(asked.get("vocab_loss")) or whole
         return
     torch._dynamo.config.disable = True
     torch.compile = lambda model, *_, **__: model  # with dynamo off it does no more, but imports for three seconds

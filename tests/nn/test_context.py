@@ -24,9 +24,10 @@ from tests.nn.support import assert_close, assert_counted
 LIMIT = 1e-5
 
 
-def whole_batch(length, heads=4, groups=2, size=8, dtype=torch.float32):
+def whole_batch(length, heads=4, groups=2, values=8, dtype=torch.float32):
     torch.manual_seed(length)
-    return [torch.randn(2, count, length, size).to(dtype).requires_grad_() for count in (heads, groups, groups)]
+    shapes = ((heads, 8), (groups, 8), (groups, values))
+    return [torch.randn(2, count, length, size).to(dtype).requires_grad_() for count, size in shapes]
 
 
 def seen(length, window=None, documents=None):
@@ -91,7 +92,8 @@ def attend(
         output.backward(cut(direction))
     rows, heads, _, size = mine[0].shape
     shape = (rows, pieces.longest, heads, mine[1].shape[1], size)
-    calls = cost.attention(comms.grid, *shape, context=context.size, kind=kind, itemsize=mine[0].itemsize)
+    sizes = {"value_size": mine[2].shape[3], "itemsize": mine[0].itemsize}
+    calls = cost.attention(comms.grid, *shape, context=context.size, kind=kind, **sizes)
     assert_counted(counts, calls)
     found = [output, *(each.grad for each in mine)]
     for name, one, other in zip(("output", "query", "key", "value"), found, expected, strict=True):
@@ -104,6 +106,7 @@ def every_kind(context):
         for window, packed in ((None, False), (5, False), (None, True), (4, True)):
             attend(comms, kind, length, window, packed)
         attend(comms, kind, 37, packed=True, by_work=True)
+        attend(comms, kind, 37, 5, True, values=6)
         for window, packed in ((None, False), (5, True)):
             attend(comms, kind, 37, window, packed, alibi=0.5 ** torch.arange(1.0, 5))
     attend(comms, "ring", 37, heads=3, groups=1)
@@ -162,7 +165,7 @@ def test_pieces_cut_by_work_are_balanced(monkeypatch, lengths, before, after):
 @pytest.mark.parametrize("masked", [True, False])
 def test_what_gpus_compute_beside_flash_attention(monkeypatch, causal, masked):
     """Ranges with a mask, and all of fp32, are written out there: the same as the operator of CPUs gives."""
-    query, keys, grad = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 16), torch.randn(2, 4, 6, 8)
+    query, keys, grad = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 14), torch.randn(2, 4, 6, 6)
     mask = torch.zeros(6, 6).masked_fill(~seen(6, 3)[0, 0], -1e30) if masked else None
     rest = (keys, causal and not masked, mask, 0.3)
     expected = module._forward(query, *rest)

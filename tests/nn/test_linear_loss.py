@@ -5,7 +5,10 @@ Oracles: ``F.linear`` and ``F.cross_entropy`` on one rank; LitGPT's model traine
 
 from __future__ import annotations
 
+import math
+import resource
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,6 +161,50 @@ def test_logits_never_exist_whole() -> None:
     """The largest tensor is the block of the weight, where a chunk of logits is smaller."""
     for elements, logits, block in run_ranks(largest, 4, 8):
         assert elements <= block < logits / 8
+
+
+def under_a_limit(whole: bool) -> str:
+    """A step of 1.07 GB of logits on this rank, which may take 0.6 GB more than it has."""
+    comms = axo.connect("2x1x1x1")
+    head, ids = axo.nn.Linear(16, 1 << 17, bias=False, comms=comms), torch.arange(4096)
+    nn.init.zeros_(head.weight)
+    x = torch.ones(4096, 16, requires_grad=True)
+    linear_cross_entropy(x[:8], head, ids[:8]).backward()  # what is loaded on the way
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    allowed = int(line.split()[1]) * 1024 + 600_000_000
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    try:
+        loss = axo.nn.cross_entropy(head(x), ids, comms=comms) if whole else linear_cross_entropy(x, head, ids)
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return f"{loss.item():.3f}"
+
+
+def test_logits_larger_than_the_memory_limit() -> None:
+    """Oracle: the kernel's limit, which ends the same step with whole logits."""
+    assert all("can't allocate memory" in words for words in run_ranks(under_a_limit, 2, True))
+    assert run_ranks(under_a_limit, 2, False, timeout=120) == [f"{math.log(1 << 17):.3f}"] * 2
+
+
+def uneven() -> None:
+    """A rank without rows, and ranks without columns of the vocabulary: torch's gradients on one device."""
+    torch.manual_seed(3)
+    serial, x = nn.Linear(6, 5, bias=False), torch.randn(3, 6)
+    F.cross_entropy(serial(x), torch.arange(3), reduction="sum").backward()
+    for grid in ("1x1x4x1", "4x1x1x1"):
+        comms = axo.connect(grid)
+        features = Features(uneven_out=True)
+        head = axo.nn.Linear(6, 5, bias=False, comms=comms, grad_reduce="sum", features=features)
+        head.load_state_dict(serial.state_dict())
+        mine = slice(comms.coords.z, comms.coords.z + 1) if comms.grid.z > 1 else slice(None)  # the last has none
+        linear_cross_entropy(x[mine], head, torch.arange(3)[mine], reduction="sum", chunk_rows=2).backward()
+        assert_gradients_match(head, serial, 1e-5, grid)
+        comms.close()
+
+
+def test_ranks_without_rows_or_columns() -> None:
+    run_ranks(uneven, 4)
 
 
 def nothing_counts() -> None:

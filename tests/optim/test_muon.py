@@ -183,9 +183,12 @@ ADAMW = {"betas": (0.9, 0.95), "lr": 1e-2}
 MUON = {"lr": 1e-2, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 
 
-def serial_losses(steps: int) -> list[float]:
+MIXTURE = LLAMA | {"mlp_class_name": "LLaMAMoE", "n_expert": 5, "n_expert_per_token": 2, "moe_intermediate_size": 48}
+
+
+def serial_losses(steps: int, sizes: dict[str, Any] = LLAMA) -> list[float]:
     """LitGPT's model under torch's pair of optimizers, with Muon's products in fp32."""
-    config = Config(**LLAMA)
+    config = Config(**sizes)
     serial_seed()
     model = GPT(config)
     hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and "transformer.h" in name]
@@ -209,9 +212,9 @@ def serial_losses(steps: int) -> list[float]:
     return losses
 
 
-def build(comms: Any, method: str, zero: int) -> tuple[Any, axo.optim.Muon]:
+def build(comms: Any, method: str, zero: int, sizes: dict[str, Any] = LLAMA) -> tuple[Any, axo.optim.Muon]:
     seed_apart(comms)
-    model = axo.parallelize(GPT(Config(**LLAMA)), comms, zero=zero)
+    model = axo.parallelize(GPT(Config(**sizes)), comms, zero=zero)
     groups = axo.optim.muon_groups(model, adamw=ADAMW)
     return model, axo.optim.Muon(groups, **MUON, method=method, ns_dtype=torch.float32, memory=1 << 16)
 
@@ -229,18 +232,24 @@ def train(comms: Any, model: Any, optimizer: axo.optim.Muon, steps: range) -> li
     return losses
 
 
-def trained(grid: str, method: str, zero: int) -> list[float]:
+def trained(grid: str, *options: Any) -> list[float]:
     comms = axo.connect(grid)
-    return train(comms, *build(comms, method, zero), range(20))
+    return train(comms, *build(comms, *options), range(20))
 
 
 @pytest.mark.parametrize(
-    ("grid", "method", "zero"), [("2x2x2x1", "auto", 0), ("2x1x1x2", "owned", 2), ("1x1x2x2", "gathered", 1)]
+    ("grid", "method", "zero", "sizes"),
+    [
+        ("2x2x2x1", "auto", 0, LLAMA),
+        ("2x1x1x2", "owned", 2, LLAMA),
+        ("1x1x2x2", "gathered", 1, LLAMA),
+        ("2x1x2x1", "auto", 0, MIXTURE),
+    ],
 )
-def test_twenty_losses_equal_serial(grid: str, method: str, zero: int) -> None:
-    expected = serial_losses(20)
+def test_twenty_losses_equal_serial(grid: str, method: str, zero: int, sizes: dict[str, Any]) -> None:
+    expected = serial_losses(20, sizes)
     assert expected[-1] < expected[0] - 1
-    for losses in run_ranks(trained, axo.Grid.parse(grid).world_size, grid, method, zero, timeout=120):
+    for losses in run_ranks(trained, axo.Grid.parse(grid).world_size, grid, method, zero, sizes, timeout=120):
         assert losses == pytest.approx(expected, abs=1e-4)
 
 

@@ -1,5 +1,6 @@
 """The collectives of a whole step, put together from what the planner counts for each layer; and its buckets."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from axo.grid import Coords, Grid
@@ -25,6 +26,15 @@ def step_calls(workload: Workload, grid: Grid, run: RunOptions, coords: Coords =
                     issued = [one for one in issued if (one.phase, one.op) != (cost.RECOMPUTE, "reduce_scatter")]
                 calls += (1 if isinstance(layer, RoutingKind) else layer.mine) * issued
     return in_buckets(calls, run.bucket_bytes)
+
+
+def beside(sent: dict[tuple[str, str], int], calls: Iterable[cost.Call]) -> dict[tuple[str, str], int]:
+    """Bytes by operation and axis that were ``sent`` and are none of ``calls``; what is below 0 was not sent."""
+    planned = Counter[tuple[str, str]]()
+    for call in calls:
+        planned[call.op, call.axis] += call.calls * call.elements * call.itemsize
+    both = {*sent, *planned}
+    return {key: more for key in both if (more := sent.get(key, 0) - planned[key])}
 
 
 def in_buckets(calls: Iterable[cost.Call], bucket_bytes: int) -> list[cost.Call]:

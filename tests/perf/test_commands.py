@@ -10,6 +10,8 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -92,14 +94,20 @@ def typed(line: str, folder: Path, changes: dict[str, str], *more: str) -> subpr
     return subprocess.run([*shlex.split(line), *more], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_a_row_runs_as_it_is_printed(text: Path, tmp_path: Path) -> None:
-    """Three GPUs, whose batch of 128 sequences does not divide."""
-    made = made_of(3)
+@pytest.mark.parametrize("gpus", [3, pytest.param(8, marks=pytest.mark.soak), pytest.param(12, marks=pytest.mark.soak)])
+def test_a_row_runs_as_it_is_printed(gpus: int, text: Path, tmp_path: Path) -> None:
+    """Three GPUs, whose batch of 128 sequences does not divide; a node of eight; two of six, typed on each."""
+    made = made_of(gpus)
     line = output.command_line(made, made.best)
     changes = {"--device cuda": "--device cpu", "DATA": str(text), f"--steps {steps_of(made)}": "--steps 1"}
-    ran = typed(line, tmp_path, changes, "--model-override", "n_layer=1", "--out", "run")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "loss:" in ran.stdout and (tmp_path / "run" / "log.jsonl").is_file()
+    nodes = int((re.findall(r"--nnodes (\d+)", line) or ["1"])[0])
+    changes |= {"HEAD_NODE": "127.0.0.1"} if nodes > 1 else {}
+    type_it = partial(typed, line, tmp_path, changes, "--model-override", "n_layer=1", "--out", "run")
+    with ThreadPoolExecutor(nodes) as pool:
+        every = [ran.result() for ran in [pool.submit(type_it) for _ in range(nodes)]]
+    told = "".join(ran.stdout + ran.stderr for ran in every)
+    assert [ran.returncode for ran in every] == [0] * nodes == [0] * (1 + (gpus == 12)), told
+    assert "loss:" in told and (tmp_path / "run" / "log.jsonl").is_file()
 
 
 @pytest.mark.soak

@@ -48,9 +48,9 @@ def staged(text: str, **options: Any) -> TrainConfig:
         ("2x1x2x1", "zero-bubble", {"recompute": True, "sequence_parallel": True}),
         ("1x2x1x1", "1f1b", {"accumulate": 2, "goldfish_k": 4, "microbatches": 3}),  # of 3, 3 and 2 rows
         ("2x2x1x1", "1f1b", {"algorithm": "tesseract"}),
-        ("1x1x2x2", "1f1b", {"optimizer": "muon", "zero": 2, "microbatches": 2}),
+        ("1x1x2x2", "1f1b", {"optimizer": "muon", "zero": 2, "microbatches": 2, "steps": 20}),
         ("1x1x1x1", "1f1b", {"precision": "16-mixed"}),  # the last stage alone scales a loss
-        ("1x1x2x1", "interleaved-1f1b", {"chunked_loss": True, "context": 2, "model_overrides": CAPPED}),
+        ("1x1x2x1", "interleaved-1f1b", {"chunked_loss": True, "context": 2, "model_overrides": CAPPED, "steps": 20}),
         pytest.param("2x2x2x2", "1f1b", FIGURE_6, marks=pytest.mark.soak),
     ],
 )

@@ -25,6 +25,7 @@ from axo.checkpoint.ranks import pending
 from axo.grid import Grid
 from axo.launch import RankFailed
 from axo.train import TrainConfig, auto, elastic, loop, runner
+from axo.train import copies as rank_copies
 from axo.train.check import check_grid, check_machine, check_step, copy_bytes
 from tests.launcher import Command, rank_outcomes, run_ranks
 from tests.train.test_resume import losses_of
@@ -46,12 +47,13 @@ def have_events() -> None:
     """
     step, begin, events = loop.Trainer.step, elastic.StateCopies.begin, json.loads(os.environ["EVENTS"])
     folder, begun, write = Path(os.environ["EVENTS_AT"]), set(), storage.write
-    requested, resize = elastic.requested_run, runner.Checkpoints._copy_or_resize
+    requested, resize = rank_copies.requested_run, rank_copies.RankCopies.after
 
-    def resizes(self: runner.Checkpoints, *arguments: Any) -> None:
-        resize(self, *arguments)
+    def resizes(self: rank_copies.RankCopies, done: int) -> bool:
+        ends = resize(self, done)
         if self.resizes and os.environ["RANK"] == "1" and any(what == "late" for _, what, _, _ in events):
             os.kill(os.getpid(), signal.SIGTERM)
+        return ends
 
     def steps(self: loop.Trainer, index: int) -> Any:
         past = (folder / "events").read_text().count("\n") if (folder / "events").exists() else 0
@@ -94,7 +96,7 @@ def have_events() -> None:
         return write(path, values)
 
     loop.Trainer.step, elastic.StateCopies.begin = steps, begins  # type: ignore[method-assign]
-    storage.write, elastic.requested_run, runner.Checkpoints._copy_or_resize = writes, requests, resizes  # type: ignore
+    storage.write, rank_copies.requested_run, rank_copies.RankCopies.after = writes, requests, resizes  # type: ignore
 
 
 Event = tuple[int, str, int, float]
@@ -359,7 +361,7 @@ def test_what_elastic_cannot_be(text: str, options: dict[str, Any], message: str
     config = small(text, grid=Grid(2, 1, 2, 1), **options)
     with pytest.raises(ValueError, match=message):
         check_step(config)
-        elastic.check(config, partial(elastic.nearest, config))
+        elastic.check(config, partial(elastic.nearest, config), 0)
 
 
 def test_memory_for_the_copies_is_checked_alone_and_beside_the_ranks_own(text: str, monkeypatch: Any) -> None:
@@ -367,10 +369,10 @@ def test_memory_for_the_copies_is_checked_alone_and_beside_the_ranks_own(text: s
     model = check_grid(config)[1]
     own, state = 16 * sum(each.numel() for each in model.parameters()), copy_bytes(config, model)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 2 * state))
-    elastic.check(config, partial(elastic.nearest, config))
+    elastic.check(config, partial(elastic.nearest, config), state)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 2 * state - 1))
     with pytest.raises(ValueError, match=r"two copies of the run's state take .* GiB, and /dev/shm has"):
-        elastic.check(config, partial(elastic.nearest, config))
+        elastic.check(config, partial(elastic.nearest, config), state)
     memory = {"SC_PHYS_PAGES": own + 3 * state, "SC_PAGE_SIZE": 1}
     monkeypatch.setattr(os, "sysconf", memory.get)
     check_machine(config, model)
@@ -458,6 +460,9 @@ def test_many_runs_with_deaths_and_joins_at_any_time(text: str, tmp_path: Path) 
             else:
                 deaths.append({"detect": line["noticed"] - died, **line["seconds"]})
                 lost.append(step - line["start"])
+            print(
+                "\nelastic", line["kind"], json.dumps((joins if line["kind"] == "resized" else deaths)[-1]), flush=True
+            )
         print(f"\nrun {trial}: ranks {of_kind(log, 'header', 'grid')}, apart {apart:.1e}, lost {lost}", flush=True)
         shutil.rmtree(folder)
     for name, parts in (("deaths", deaths), ("joins and leaves", joins)):

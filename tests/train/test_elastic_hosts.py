@@ -53,7 +53,7 @@ class Run:
         self.usual = {
             "--data": text, "--grid": "2x1x2x1", "--elastic": "2:4", "--copy-every": "3", "--steps": "24",
             "--batch-size": "12", "--seq-len": "32", "--precision": "32-true", "--model-override": "n_layer=1",
-            "--hosts": ",".join(host.address for host in hosts),
+            "--hosts": ",".join(host.address for host in hosts), "--threads": "1",  # hosts share this machine's cores
         }  # fmt: skip
         self.usual |= dict(zip(options[::2], options[1::2], strict=True)) | {"--out": str(folder / "out")}
         (folder / "out").mkdir()
@@ -112,18 +112,18 @@ def of_kind(log: list[dict[str, Any]], kind: str, key: str) -> list[Any]:
     return [line[key] for line in log if line["kind"] == kind]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_host_costs_a_few_steps_and_no_file(lost: int, text: str, tmp_path: Path) -> None:
-    """The host of rank 0, which opened the store and wrote the log, or the other."""
+@pytest.mark.parametrize(("lost", "addresses"), [(0, ["10.77.0.1", "10.77.0.2"]), (1, ["[fd77::1]", "[fd77::2]"])])
+def test_a_lost_host_costs_a_few_steps_and_no_file(lost: int, addresses: list[str], text: str, tmp_path: Path) -> None:
+    """The host of rank 0, which opened the store and wrote the log, or the other; there by IPv6."""
     with Hosts(2) as hosts:
-        run, left = Run(hosts, tmp_path, text), 1 - lost
+        run, left = Run(hosts, tmp_path, text, "--hosts", ",".join(addresses)), 1 - lost
         run.wait_for_step(0, 8)
         since = time.monotonic()
         hosts[lost].lose_power()
         assert run.end(left) == [0], run.output(left)
         output, (took, start) = run.output(left), run.recovery(left, since)
         assert "over 24 steps (limit 1e-4): ok" in output, output
-        assert f"host {hosts[lost].address} is lost; goes on with 2 ranks on grid" in output, output
+        assert f"host {addresses[lost].strip('[]')} is lost; goes on with 2 ranks on grid" in output, output
         print(f"\nhost {lost} lost: {sum(took.values()):.2f} s, {took}, goes on from {start}")
         assert of_kind(run.log(left), "step", "step")[-1] == 23 and start >= 3
         assert not os.listdir(run.inside(left, "/dev/shm"))
@@ -167,6 +167,22 @@ def test_what_hosts_cannot_agree_on_ends_all_of_them(text: str, tmp_path: Path) 
         assert run.end(0, 1) == [2, 2], (run.output(0), run.output(1))
         for number in range(2):
             assert "have different options; give each the same" in run.output(number).replace("\n", " ")
+
+
+def test_two_neighbours_lost_at_once_end_the_run_with_one_error(text: str, tmp_path: Path) -> None:
+    """They had both copies of a shard."""
+    with Hosts(4) as hosts:
+        run = Run(hosts, tmp_path, text, "--elastic", "1:4")
+        run.wait_for_step(0, 8)
+        for lost in (1, 2):
+            hosts[lost].pull_cable()
+        for lost in (1, 2):
+            hosts[lost].lose_power()
+        assert run.end(0, 3) == [1, 1], (run.output(0), run.output(3))
+        for left in (0, 3):
+            output = " ".join(run.output(left).split())
+            assert "host 10.77.0.2 is lost; host 10.77.0.3 is lost; elastic=1:4 ends here: the hosts that are" in output
+            assert "had the only copies of some shards" in output and "Traceback" not in output, output
 
 
 @pytest.mark.soak

@@ -79,17 +79,23 @@ def test_a_host_that_is_there_is_waited_for(three: Made) -> None:
     assert decided == all_say(range(3))
 
 
-def test_a_host_that_comes_again_waits_for_those_that_run(three: Made) -> None:
-    """It is the lowest, and leads, as whoever leads needs to know nothing."""
+@pytest.mark.parametrize(("again", "busy"), [(0, 1), (1, 0)])
+def test_a_host_that_comes_again_waits_for_those_that_run_and_says_so(
+    three: Made, again: int, busy: int, monkeypatch: Any, capsys: Any
+) -> None:
+    """The lowest leads, as whoever leads needs to know nothing. Hosts that answer each other say nothing."""
+    monkeypatch.setattr(launchers, "_BUSY_S", 1.0)
     three[2]._listener.close()
     decided: dict[str, Any] = {}
-    fresh = threading.Thread(target=lambda: decided.update(agree(three[0])))
+    fresh = threading.Thread(target=lambda: decided.update(agree(three[again])))
     fresh.start()
-    time.sleep(1.5)
+    time.sleep(2)
     assert not decided
-    decided |= {str(key): value for key, value in agree(three[1], ran=True).items()}
+    assert "127.0.0.1: there, but its ranks are at work; this host waits until they end" in capsys.readouterr().out
+    decided |= agree(three[busy], ran=True)
     fresh.join(30)
-    assert decided == {"1": {"of": 0, "is": [0, 1]}, 0: {"of": 0, "is": [0, 1]}}
+    assert decided == all_say(range(2))
+    assert agree(*three[:2], ran=True, apart=1.5) == all_say(range(2)) and not capsys.readouterr().out
 
 
 def test_strangers_are_not_heard(three: Made) -> None:

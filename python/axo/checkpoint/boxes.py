@@ -2,7 +2,8 @@
 
 A box is a range of indices in each dim of the whole tensor. A plain shard is one box; a fused weight whose row blocks
 are split one by one (q, k and v) is one box for each block, so that boxes lie in the serial layout and never in a
-rank's own concatenation. A part without elements has no box.
+rank's own concatenation: with three dims where the blocks are experts (``Placement.stack``), whose rows a rank holds in
+two. A part without elements has no box.
 
     boxes_of(...)   the boxes of a rank, this or another, on this grid or another
     assign(...)     a save: each box that several ranks hold is written by one of them, bytes balanced
@@ -72,7 +73,7 @@ def assign(of_ranks: Sequence[dict[Any, int]]) -> dict[Any, int]:
 
 def boxes_of(
     shape: Lengths, placement: Placement | None, grid: Grid | None = None, coords: Coords | None = None
-) -> dict[Box, tuple[slice, ...]]:
+) -> dict[Box, tuple[slice | None, ...]]:
     """The boxes of a tensor that a rank holds, and where each lies in the rank's own part.
 
     Args:
@@ -80,15 +81,19 @@ def boxes_of(
         placement: How it lies on the grid; None: whole on every rank.
         grid, coords: Another grid, and a rank's coordinates there; None: the placement's own, and this rank.
     """
-    dims = range(len(shape))
+    stacked = placement is not None and len(shape) > len(placement.global_shape)
+    dims = range(len(shape) - stacked)
     ranges = [[(0, shape[dim])] if placement is None else placement.ranges(dim, grid, coords) for dim in dims]
     ranges = [of_dim or [(0, 0)] for of_dim in ranges]  # a dim of which there is nothing: one empty range
-    boxes: dict[Box, tuple[slice, ...]] = {}
+    boxes: dict[Box, tuple[slice | None, ...]] = {}
     for corner in product(*(zip(of_dim, local_ranges(of_dim), strict=True) for of_dim in ranges)):
         size = tuple(stop - start for (start, stop), _ in corner)
         if math.prod(size) or not math.prod(shape):
-            box = Box(tuple(start for (start, _), _ in corner), size)
-            boxes[box] = tuple(slice(*where) for _, where in corner)
+            offset, lies = tuple(start for (start, _), _ in corner), tuple(slice(*where) for _, where in corner)
+            if stacked:  # a range of rows is of one expert
+                boxes[Box((*divmod(offset[0], shape[1]), *offset[1:]), (1, *size))] = (None, *lies)
+            else:
+                boxes[Box(offset, size)] = lies
     return boxes
 
 
@@ -106,7 +111,7 @@ class Parts:
 
     def __init__(self, local: torch.Tensor, placement: Placement | None = None) -> None:
         self.local, self.placement = local.detach(), placement
-        self.shape: Lengths = tuple(local.shape if placement is None else placement.global_shape)
+        self.shape: Lengths = tuple(local.shape if placement is None else placement.whole_shape)
         self.boxes = boxes_of(self.shape, placement)
 
     def whole(self) -> torch.Tensor:

@@ -305,7 +305,7 @@ def optimizer_targets(model: nn.Module, optimizer: Optimizer, saved: Described) 
         own = optimizer.state.get(parameter, {}).get(key)
         placement = placement_of(own) or placement_of(parameter)
         if placement is not None:
-            placement = placement.state if whole == placement.global_shape else None
+            placement = placement.state if whole == placement.whole_shape else None
         shape = whole if placement is None else placement.local_shape()
         in_place = getattr(optimizer, "loads_in_place", False) and isinstance(own, torch.Tensor)
         if not in_place or own.shape != shape:  # in place: it lies where memory may have no room for it twice

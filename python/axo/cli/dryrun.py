@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _OF_A_STEP = (
     *("model", "model_overrides", "grid", "algorithm", "pipeline", "schedule", "cuts", "sequence_parallel", "context"),
     *("context_kind", "experts", "seq_len", "accumulate", "chunked_loss", "precision", "recompute", "recompute_keeps"),
-    *("zero", "overlap", "gather_cache", "offload"),
+    *("zero", "overlap", "gather_cache", "offload", "optimizer"),
 )
 
 

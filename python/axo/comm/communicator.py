@@ -255,7 +255,7 @@ class Communicator:
             raise ValueError("all_to_all: send_counts without recv_counts or out; say what comes from each rank")
         target, result = self._output("all_to_all", source, tensor, out, rows, None)
         received, recv_offsets = rows_to_elements("recv_counts", recv_counts, target, self.size)
-        if self._core is None:
+        if self.size == 1:
             check_elements("all_to_all", target, source.numel(), source)
         if send_counts is None and recv_counts is None and sent[0] == received[0]:
             return self._run("all_to_all", source, target, result, async_op)

@@ -148,7 +148,8 @@ class RecordingCommunicator(Communicator):
         self.issued.append(Issued(op, self.axis, _name(counted.dtype), counted.numel(), detail, _where()))
         if target is not None and written:
             _C.modified(target)
-            if source is not None and not isinstance(source, FakeTensor):
+            uneven = op == "all_to_all" and source is not None and source.numel() != target.numel()
+            if source is not None and not isinstance(source, FakeTensor) and not uneven:
                 # What stands for peers is no memory of this rank.
                 with torch.no_grad(), _disable_current_modes():
                     target.copy_(self._value(op, scaled(source.detach(), scale), reduction).reshape(target.shape))

@@ -58,7 +58,14 @@ FOLDER = "axo"  # of a checkpoint
 _Object = TypeVar("_Object")
 
 
-def on_grid(owner: _Object, grid: Grid | str, *, plan: str | dict[str, str] = "auto", zero: int = 0) -> _Object:
+def on_grid(
+    owner: _Object,
+    grid: Grid | str,
+    *,
+    plan: str | dict[str, str] = "auto",
+    zero: int = 0,
+    chunked_loss: bool = False,
+) -> _Object:
     """Let a Trainer or an Accelerator work on a grid of ranks; return it. Every rank calls it.
 
     A Trainer's model is split at once, an Accelerator's in ``prepare``.
@@ -66,10 +73,11 @@ def on_grid(owner: _Object, grid: Grid | str, *, plan: str | dict[str, str] = "a
     Args:
         owner: A ``transformers.Trainer`` that has not made its optimizer, or an ``accelerate.Accelerator`` that has
             prepared nothing.
-        plan, zero: As for ``axo.parallelize``.
+        plan, zero, chunked_loss: As for ``axo.parallelize``.
 
     Raises:
-        axo.Refused: It has begun to work, or works in a way that a grid has no place for.
+        axo.Refused: It has begun to work, or works in a way that a grid has no place for; a Trainer's own loss is to be
+            taken of logits that ``chunked_loss`` does not make.
         ValueError: The grid does not fit the ranks that were started.
     """
     accelerator: Any = owner if isinstance(owner, Accelerator) else getattr(owner, "accelerator", None)
@@ -85,8 +93,11 @@ def on_grid(owner: _Object, grid: Grid | str, *, plan: str | dict[str, str] = "a
         raise axo.Refused("on_grid: something has been prepared already; call on_grid first")
     if getattr(owner, "optimizer", None) is not None:
         raise axo.Refused("on_grid: the Trainer has an optimizer, whose parameters are not split; let it make its own")
+    for loss in ("label_smoother", "compute_loss_func"):
+        if chunked_loss and getattr(owner, loss, None) is not None:
+            raise axo.Refused(f"on_grid: chunked_loss=True with a {loss}, which takes logits; leave one of them out")
     accelerator._axo_comms = axo.connect(grid, device=accelerator.device)
-    accelerator._axo_options = {"plan": plan, "zero": zero}
+    accelerator._axo_options = {"plan": plan, "zero": zero, "chunked_loss": chunked_loss}
     _count_data_ranks(accelerator._axo_comms)
     if importlib.util.find_spec("torchmetrics"):
         data_ranks.sync_metrics(accelerator._axo_comms)
@@ -202,6 +213,7 @@ class GridAccelerator(Accelerator):
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
         """As accelerate's; one that reads on rank 0 for all gives each data rank its part."""
+        data_loader = data_ranks.uncut(data_loader, self._axo_comms)
         seeds = getattr(data_loader, "worker_init_fn", None)
         if isinstance(seeds, partial) and "rank" in seeds.keywords:  # the Trainer's: peers draw the same numbers
             data_loader.worker_init_fn = partial(seeds, rank=self.process_index)

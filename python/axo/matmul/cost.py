@@ -411,6 +411,14 @@ def cross_entropy(
     )
 
 
+EXCHANGES = ("ring", "gather", "heads")  # of keys and values of sequences that several ranks hold
+
+
+def heads_divide(heads: int, groups: int, ranks: int) -> bool:
+    """Whether a rank's heads, of queries and of keys and values, can be given to ``ranks``, as kind "heads" does."""
+    return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
+
+
 def attention(
     grid: Grid,
     rows: int,
@@ -421,6 +429,7 @@ def attention(
     *,
     context: int,
     kind: str,
+    value_size: int | None = None,
     itemsize: int = 4,
     recompute: bool = False,
 ) -> list[Call]:
@@ -434,16 +443,17 @@ def attention(
         rows: Sequences of one context.
         tokens: Of the rank that has the most: what is sent is padded to them.
         heads, groups: Of queries, and of keys and values, on a rank.
-        head_size: Of each.
+        head_size, value_size: Of each, and of values if they have another.
         context: c, ranks that hold pieces of a sequence.
-        kind: "ring", "gather" or "heads".
+        kind: One of EXCHANGES.
         itemsize: Bytes an element of the dtype that attention computes in.
         recompute: The forward runs again before backward.
     """
     if context == 1:
         return []
-    each = rows * tokens * head_size
-    keys, forward, calls = 2 * groups * each, (FORWARD, RECOMPUTE) if recompute else (FORWARD,), list[Call]()
+    sizes = head_size, head_size if value_size is None else value_size
+    both, forward, calls = rows * tokens * sum(sizes), (FORWARD, RECOMPUTE) if recompute else (FORWARD,), list[Call]()
+    keys = groups * both
     if kind == "gather":
         calls += [Call(phase, "all_gather", "z", keys, itemsize, RELAYOUT) for phase in forward]
         calls.append(Call(BACKWARD, "reduce_scatter", "z", context * keys, itemsize, RELAYOUT))
@@ -452,8 +462,9 @@ def attention(
             calls += [Call(phase, op, "z", keys, itemsize, PASS_KEYS, calls=context - 1) for op in ("send", "recv")]
     else:
         for phase in (*forward, BACKWARD):
-            calls.append(Call(phase, "all_to_all", "z", heads * each, itemsize, RELAYOUT, calls=2))
-            calls.append(Call(phase, "all_to_all", "z", 2 * max(groups, context) * each, itemsize, RELAYOUT))
+            of_heads = [heads * rows * tokens * size for size in sizes]  # queries, and outputs
+            moved = (*of_heads, max(groups, context) * both)
+            calls += [Call(phase, "all_to_all", "z", elements, itemsize, RELAYOUT) for elements in moved]
     return calls
 
 

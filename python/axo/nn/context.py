@@ -23,9 +23,10 @@ from axo.check import one_of
 from axo.comm.communicator import Communicator
 from axo.comm.transports import alone
 from axo.errors import Refused
+from axo.matmul import cost
 from axo.placement import Range, context_ranges, cut_ranges
 
-KINDS = ("ring", "gather", "heads")
+KINDS = cost.EXCHANGES
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +204,7 @@ def check_heads(owner: str, kind: str, heads: int, groups: int, ranks: int) -> N
     Raises:
         Refused: The kind is "heads" and they do not divide.
     """
-    if kind == "heads" and (heads % ranks or (groups % ranks and ranks % groups)):
+    if kind == "heads" and not cost.heads_divide(heads, groups, ranks):
         raise Refused(
             f"{owner}: context='heads' cannot give a rank's {heads} heads of queries and {groups} of keys and values to"
             f" {ranks} ranks; use context='ring' or 'gather'"

@@ -1,8 +1,9 @@
 """Causal attention of sequences whose tokens lie on the ranks of a context (``axo.nn.context``).
 
-    O = softmax(scale Q K^T + mask) V,     Q [B, H, t, d], K, V [B, G, t, d] of this rank's t tokens, G divides H
+    O = softmax(scale Q K^T + mask) V,     Q [B, H, t, d], K [B, G, t, d], V [B, G, t, e] of this rank's t tokens
 
-Three exchanges, with n = B G t 2d elements of keys and values and c ranks:
+G divides H, and e is d, or less (latent attention). Three exchanges, with n = B G t (d + e) elements of keys and values
+and c ranks:
 
     gather   all-gather of K, V (n put in); backward reduce-scatter of their gradient (c n)
     ring     c - 1 times n to the next rank while the piece at hand is attended to; backward the same, and behind it
@@ -15,7 +16,7 @@ computes each part again from the l of all. Ranges that no query sees (later one
 are left out; a mask exists only for the ranges where it hides something, ``_QUERIES`` queries at a time.
 
 Ring: arXiv:2310.01889; its pieces as in zigzag ring attention; heads: arXiv:2309.14509. Not here: dropout, attention
-that is not causal, second derivatives. The operators of GPUs have never run on one.
+that is not causal, second derivatives. The GPU's ran on two ranks of one H100.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _aten = torch.ops.aten
 
 # A model's own attention: queries, keys and values of all tokens, a mask that is added to scores -> output.
 Own = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]
-# What a rank does with keys and values [B, G, tokens, 2d] of these ranges: nothing, or the gradient of them.
+# What a rank does with keys and values [B, G, tokens, d + e] of these ranges: nothing, or the gradient of them.
 Attend = Callable[[Sequence[Range], torch.Tensor], Any]
 
 
@@ -52,11 +53,12 @@ def attention(
     window: int | None = None,
     alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend to all tokens up to each query's own: ``(B, H, t, d)`` -> ``(B, H, t, d)``, in the dtype of autocast.
+    """Attend to all tokens up to each query's own: ``(B, H, t, d)`` -> ``(B, H, t, e)``, in the dtype of autocast.
 
     Args:
         query: Of this rank's tokens, ``(B, H, t, d)``.
-        key, value: Of the same, ``(B, G, t, d)``; H/G neighbouring heads of queries attend to one of these.
+        key: Of the same, ``(B, G, t, d)``; H/G neighbouring heads of queries attend to one of these.
+        value: ``(B, G, t, e)``, e at most d.
         pieces: How the batch lies on the ranks, and what they exchange; its documents do not see each other.
         scale: Of scores; default: ``d ** -0.5``.
         window: A query sees this many tokens, its own among them; None: all.
@@ -77,7 +79,7 @@ def attention(
         raise ValueError(f"attention: alibi of shape {tuple(alibi.shape)} has no slope for each of {heads} heads")
     if alibi is not None and alibi.requires_grad and torch.is_grad_enabled():
         raise Refused("attention: alibi gets no gradient, and these slopes require one; give alibi.detach()")
-    if key.shape != value.shape or key.shape[2:] != query.shape[2:]:
+    if key.shape[:3] != value.shape[:3] or key.shape[2:] != query.shape[2:] or value.shape[3] > key.shape[3]:
         raise ValueError(
             f"attention: queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} differ"
             " in tokens or size"
@@ -105,7 +107,7 @@ def own_attention(
 ) -> Any:
     """A model's own attention of this rank's queries to keys and values that are gathered, and a mask of all scores.
 
-    For what no operator does (soft caps of scores, values of another size than keys). Returns what ``own`` does.
+    For what no operator does (soft caps of scores). Returns what ``own`` does.
     """
     query, key, value = (each.to(compute_dtype(each)) for each in (query, key, value))
     whole = _GatherKeys.apply(torch.cat((key, value), -1), _GatherExchange(pieces))
@@ -265,12 +267,12 @@ class _Parts:
 
 
 class _Attention(torch.autograd.Function):
-    """(B, H, t, d), and [K, V] (B, G, t, 2d) -> (B, H, t, d): the parts that each exchange brings, put together."""
+    """(B, H, t, d), and [K, V] (B, G, t, d + e) -> (B, H, t, e): the parts that each exchange brings, put together."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, keys: torch.Tensor, parts: _Parts) -> torch.Tensor:
         fp32 = torch.promote_types(query.dtype, torch.float32)
-        total = torch.zeros_like(query, dtype=fp32, memory_format=torch.contiguous_format)
+        total = query.new_zeros(*query.shape[:3], keys.shape[3] - query.shape[3], dtype=fp32)
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=fp32)
 
         def attend(ranges: Sequence[Range], present: torch.Tensor) -> None:
@@ -313,12 +315,15 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of one part, by the device's operator."""
     key, value = _by_head(query, keys)
+    wide = pad(value, key.shape[-1], -1)  # as operators want it
     if _on_cpu(query):
-        return _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+        output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, wide, 0.0, causal, attn_mask=mask, scale=scale
         )
+        return output[..., : value.shape[-1]], lse
     if mask is None and query.dtype != torch.float32:
-        return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
+        output, lse = _aten._scaled_dot_product_flash_attention(query, key, wide, 0.0, causal, scale=scale)[:2]
+        return output[..., : value.shape[-1]], lse
     scores = _scores(query, key, causal, mask, scale)
     lse = scores.logsumexp(-1)
     return (scores - lse.unsqueeze(-1)).exp().to(value.dtype) @ value, lse
@@ -336,6 +341,8 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of queries, and of [K, V], from one part; ``output`` and ``lse`` are those of all parts together."""
     key, value = _by_head(query, keys)
+    size = value.shape[-1]
+    value, output, grad = (pad(each, key.shape[-1], -1) for each in (value, output, grad))
     if _on_cpu(query):
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, output, lse, 0.0, causal, attn_mask=mask, scale=scale
@@ -351,8 +358,8 @@ def _backward(
         of_weights = (grad @ value.mT).float() - (grad.float() * output).sum(-1, keepdim=True)
         of_scores = (weights * of_weights * scale).to(key.dtype)
         gradients = (of_scores @ key, of_scores.mT @ query, weights.to(grad.dtype).mT @ grad)
-    dq, *of_pair = gradients
-    return dq, torch.cat([each.unflatten(1, (keys.shape[1], -1)).sum(2) for each in of_pair], -1)
+    dq, dk, dv = gradients
+    return dq, torch.cat([each.unflatten(1, (keys.shape[1], -1)).sum(2) for each in (dk, dv[..., :size])], -1)
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:
@@ -361,7 +368,8 @@ def _on_cpu(tensor: torch.Tensor) -> bool:
 
 def _by_head(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Keys and values of each head of queries."""
-    return keys.repeat_interleave(query.shape[1] // keys.shape[1], 1).chunk(2, -1)
+    size = query.shape[-1]
+    return keys.repeat_interleave(query.shape[1] // keys.shape[1], 1).split((size, keys.shape[-1] - size), -1)
 
 
 def _scores(

@@ -13,7 +13,8 @@ gradient of an expert's weights is the sum over the tokens of all e ranks then, 
 rank's alone; so that both are averaged alike, what an expert gets of gradients is 1/e of what its outputs got.
 
 Rows travel in two halves: those of the first half of each rank's experts, then those of the second, so that an expert
-is called once. While one half computes, the other is on its way; backward too. With e = 1 nothing travels.
+is called once. While one half computes, the other is on its way; backward too. With e = 1 nothing travels. Experts
+whose weights lie in one tensor (``axo.plans.auto.stacked_experts``) are multiplied together, half by half.
 
 Not here: who chooses (a model's own router). Source: GShard (arXiv:2006.16668), without its capacities.
 """
@@ -26,8 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
+from axo.matmul.grouped import Piece, RowTransfer
 from axo.matmul.product import refuse_create_graph
 from axo.matmul.products import compute_dtype
 from axo.overlap.autograd import in_backward
@@ -37,7 +38,8 @@ class SpreadExperts:
     """The experts of one mixture, of which each rank holds some.
 
     Args:
-        experts: All of them; the layers of each are placed on its holders (``axo.plans.experts.holders``).
+        experts: All of them; the layers of each are placed on its holders (``axo.plans.experts.holders``). Of experts
+            in one layer (with a method ``multiply``), that one as often as there are.
         comms: The communicators of the grid.
         grad_reduce: Of their layers.
 
@@ -83,24 +85,31 @@ class SpreadExperts:
             self.chosen += counts
         line, each, rows = self.comms.experts, len(self._mine), rows.to(compute_dtype(rows))
         going, coming = self._counts(counts, len(rows))
+        stack: Any = self._mine[0] if hasattr(self._mine[0], "multiply") else None
         if line.size == 1:
+            if stack is not None:
+                return stack.multiply(rows, [Piece(range(each), going)])
             return torch.cat([expert(part) for expert, part in zip(self._mine, rows.split(going), strict=True)])
         factor = line.size if self._mean else 1
-        there, back = list[_Transfer](), list[_Transfer]()
+        there, back = list[RowTransfer](), list[RowTransfer]()
         for half in self._halves:
             sent, received = (
                 [sum(of[each * rank + number] for number in half) for rank in range(line.size)]
                 for of in (going, coming)
             )
-            there.append(_Transfer(line, sent, received, factor))
-            back.append(_Transfer(line, received, sent, 1 / factor))
-        returning = list[torch.Tensor]()
-        for half, one, other, part in zip(self._halves, there, back, _Start.apply(there, rows), strict=True):
-            blocks = [coming[each * rank + number] for rank in range(line.size) for number in half]
-            arrived = _Finish.apply([one], 1, part)
-            returning += _Start.apply([other], self._on_mine(half, arrived, blocks))
+            there.append(RowTransfer(line, sent, received, factor))
+            back.append(RowTransfer(line, received, sent, 1 / factor))
+        came = [[coming[each * rank + number] for rank in range(line.size) for number in half] for half in self._halves]
+        returning, parts = list[torch.Tensor](), _Start.apply(there, rows, stack is not None)
+        if stack is not None:
+            pieces = map(self._piece, self._halves, came, there, back)
+            returning.append(stack.multiply(*parts, list(pieces)))
+        else:
+            for half, one, other, part, blocks in zip(self._halves, there, back, parts, came, strict=True):
+                arrived = _Finish.apply([one], 1, part)
+                returning += _Start.apply([other], self._on_mine(half, arrived, blocks), False)
         absent = (p for expert in self._absent() for p in expert.parameters() if p.requires_grad)
-        outputs: torch.Tensor = _Finish.apply(back, len(back), *returning, *absent)
+        outputs: torch.Tensor = _Finish.apply(back, len(returning), *returning, *absent)
         return outputs
 
     def _counts(self, counts: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
@@ -113,12 +122,20 @@ class SpreadExperts:
 
     def _on_mine(self, half: range, rows: torch.Tensor, blocks: list[int]) -> torch.Tensor:
         """What these of this rank's experts give of ``rows``, which lie by rank, and of one rank by expert."""
-        ranks = len(blocks) // len(half)
-        numbers = torch.arange(len(half)).repeat(ranks).repeat_interleave(torch.tensor(blocks), output_size=len(rows))
-        order = numbers.to(rows.device).argsort(stable=True)  # by expert, and within one by the rank that it came from
-        parts = rows.index_select(0, order).split([sum(blocks[number :: len(half)]) for number in range(len(half))])
+        piece = self._piece(half, blocks)
+        parts = piece.by_expert(rows).split(list(piece.sizes))
         outputs = [self._mine[number](part) for number, part in zip(half, parts, strict=True)]
-        return torch.cat(outputs).index_select(0, _inverse(order))
+        return piece.as_they_came(torch.cat(outputs))
+
+    def _piece(
+        self, half: range, blocks: list[int], there: RowTransfer | None = None, back: RowTransfer | None = None
+    ) -> Piece:
+        """How the rows of a half lie that came: ``blocks`` of them, by rank, and of one rank by expert."""
+        ranks = len(blocks) // len(half)
+        numbers = torch.arange(len(half)).repeat(ranks).repeat_interleave(torch.tensor(blocks), output_size=sum(blocks))
+        order = numbers.to(self.comms.device).argsort(stable=True)  # within an expert by the rank that they came from
+        sizes = [sum(blocks[number :: len(half)]) for number in range(len(half))]
+        return Piece(half, sizes, order, _inverse(order), there, back)
 
     def take_counts(self) -> list[int]:
         """What ``chosen`` holds, which is zero from then on."""
@@ -128,7 +145,8 @@ class SpreadExperts:
 
     def _absent(self) -> list[nn.Module]:
         """The experts that other ranks hold."""
-        return self.experts[: self._first] + self.experts[self._first + len(self._mine) :]
+        others = self.experts[: self._first] + self.experts[self._first + len(self._mine) :]
+        return [] if hasattr(self._mine[0], "multiply") else others
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpreadExperts:
         """That of a copied mixture: its experts are the copies."""
@@ -161,70 +179,51 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-class _Transfer:
-    """Rows to other ranks and from them, ``sent`` and ``received`` of each, one time each way.
+class _Start(torch.autograd.Function):
+    """Rows, as many for each transfer as it sends, are on their way: what comes of each, or of all in one tensor.
 
-    Gradients go the other way, times ``factor``.
+    Backward waits for their gradients.
     """
 
-    def __init__(self, line: Communicator, sent: list[int], received: list[int], factor: float) -> None:
-        self.line, self.sent, self.received, self.factor = line, sent, received, factor
-        self._work: Any = None  # what is on its way
-
-    def start(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send ``rows``; what comes, which is not to be touched before ``wait``."""
-        return self._start(rows, self.sent, self.received)
-
-    def start_back(self, grad: torch.Tensor) -> torch.Tensor:
-        """Send gradients of what came; a stand-in of their shape, until ``wait`` gives what comes."""
-        self._start(grad if self.factor == 1 else grad * self.factor, self.received, self.sent)
-        return grad.new_empty(()).expand_as(grad)
-
-    def _start(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        out = rows.new_empty(sum(received), rows.shape[1])
-        self._work = self.line.all_to_all(rows.contiguous(), out, async_op=True, send_counts=sent, recv_counts=received)
-        return out
-
-    def wait(self) -> torch.Tensor:
-        """What was on its way."""
-        out: torch.Tensor = self._work.wait()
-        self._work = None
-        return out
-
-
-class _Start(torch.autograd.Function):
-    """Rows, as many for each transfer as it sends, are on their way: what comes of each; backward waits for theirs."""
-
     @staticmethod
-    def forward(ctx: Any, transfers: list[_Transfer], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, transfers: list[RowTransfer], rows: torch.Tensor, whole: bool) -> tuple[torch.Tensor, ...]:
         ctx.transfers = transfers
         parts = rows.split([sum(one.sent) for one in transfers])
-        return tuple(one.start(part) for one, part in zip(transfers, parts, strict=True))
+        if not whole:
+            return tuple(one.start(part) for one, part in zip(transfers, parts, strict=True))
+        come = [sum(one.received) for one in transfers]
+        out = rows.new_empty(sum(come), rows.shape[1])
+        for one, part, into in zip(transfers, parts, out.split(come), strict=True):
+            one.start(part, into)
+        return (out,)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         refuse_create_graph("experts")
         come = [one.wait() for one in ctx.transfers]
-        return None, torch.cat(come) if len(come) > 1 else come[0]
+        return None, torch.cat(come) if len(come) > 1 else come[0], None
 
 
 class _Finish(torch.autograd.Function):
-    """The ``count`` parts that come by the transfers are there, one behind the other; backward sends their gradients.
+    """What comes by the transfers is there, one behind the other; backward sends its gradients.
 
-    Behind the parts stand parameters of which this rank has nothing. They get nothing as their gradients, which
-    optimizers and checkpoints ask for on all ranks, and let backward come here on all ranks if it does on one.
+    The first ``count`` parts are what it comes of, for autograd: they get stand-ins. Behind the parts stand parameters
+    of which this rank has nothing. They get nothing as their gradients, which optimizers and checkpoints ask for on all
+    ranks, and let backward come here on all ranks if it does on one.
     """
 
     @staticmethod
-    def forward(ctx: Any, transfers: list[_Transfer], count: int, *parts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, transfers: list[RowTransfer], count: int, *parts: torch.Tensor) -> torch.Tensor:
         ctx.transfers, ctx.absent = transfers, parts[count:]
-        for one in transfers:
-            one.wait()
-        return torch.cat(parts[:count]) if count > 1 else parts[0].view_as(parts[0])
+        ctx.shapes = [part.shape for part in parts[:count]]
+        come = [one.wait() for one in transfers]
+        return torch.cat(come) if len(come) > 1 else come[0].view_as(come[0])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         refuse_create_graph("experts")
         parts = grad.split([sum(one.received) for one in ctx.transfers])
-        grads = [one.start_back(part) for one, part in zip(ctx.transfers[::-1], parts[::-1], strict=True)]
-        return None, None, *grads[::-1], *map(torch.zeros_like, ctx.absent)
+        for one, part in zip(ctx.transfers[::-1], parts[::-1], strict=True):
+            one.start_back(part)
+        stand_in = grad.new_empty(())
+        return None, None, *map(stand_in.expand, ctx.shapes), *map(torch.zeros_like, ctx.absent)

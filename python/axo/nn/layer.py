@@ -253,7 +253,7 @@ class ParallelLayer(nn.Module):
             shard = destination.get(prefix + name)
             if shard is None:  # computed from others, which are saved
                 continue
-            whole = shard.new_empty(placement.global_shape) if shard.is_meta else unshard(shard, placement)
+            whole = shard.new_empty(placement.whole_shape) if shard.is_meta else unshard(shard, placement)
             destination[prefix + name] = whole
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -261,7 +261,7 @@ class ParallelLayer(nn.Module):
             value: Any = state_dict.get(prefix + name)
             if hasattr(value, "_load_tensor"):  # Lightning's lazily read checkpoints: read this one tensor now
                 state_dict[prefix + name] = value = value._load_tensor()
-            if not isinstance(value, torch.Tensor) or tuple(value.shape) != placement.global_shape:
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != placement.whole_shape:
                 continue
             if value.shape != getattr(self, name).shape:
                 state_dict[prefix + name] = placement.take(value).clone()
@@ -271,7 +271,7 @@ class ParallelLayer(nn.Module):
         for name, placement in self.placements.items():  # torch names the shape of the shard
             for at in range(before, len(errors)):
                 if errors[at].startswith(f"size mismatch for {prefix}{name}:"):
-                    errors[at] += f" That is this rank's part of {list(placement.global_shape)}."
+                    errors[at] += f" That is this rank's part of {list(placement.whole_shape)}."
         self._tag()
 
 

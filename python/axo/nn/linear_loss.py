@@ -8,7 +8,8 @@
 
 So a step multiplies as often as with whole logits, and instead of (tokens, V/Gx) keeps dI, as large as the input, and
 dW, as large as the block of the weight. With reduction "none" the gradients need each row's factor: backward goes
-through the chunks again. A z-loss adds z (log sum exp L)^2 to each row.
+through the chunks again. A z-loss adds z (log sum exp L)^2 to each row. What stands around a head (LoRA, scales) makes
+L = scale (I W^T + b + mid factor^T + shift) of its logits (``Beside``), of which only ``mid`` is made for all rows.
 
 Source: Liger's fused linear cross-entropy; ``torch.nn.functional.linear_cross_entropy`` (torch 2.15). Goldfish loss is
 one of targets (``axo.nn.goldfish``). Not here: class weights, probabilities, a head whose tokens or tables another
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -37,9 +38,53 @@ from axo.placement import chunk_size
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
+class Beside(NamedTuple):
+    """What a module around a head adds to its logits; gradients of these are those of this rank's rows and columns.
+
+    Attributes:
+        mid: ``(rows, r)``, whole on every rank; with ``factor``, or None.
+        factor: ``(V/Gx, r)``.
+        shift: ``(V/Gx,)``; with ``scale``, or None.
+        scale: ``(V/Gx,)``.
+    """
+
+    mid: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+
+    def add_to(self, logits: torch.Tensor, part: slice) -> torch.Tensor | None:
+        """Make the logits of these rows, in place, of what the head alone gives; return what ``scale`` multiplied."""
+        if self.mid is not None and self.factor is not None:
+            logits.addmm_(self.mid[part], self.factor.T)
+        if self.shift is None or self.scale is None:
+            return None
+        shifted = logits.add_(self.shift).clone()
+        logits.mul_(self.scale)
+        return shifted
+
+    def add_gradients(self, grad: torch.Tensor, shifted: torch.Tensor | None, part: slice, into: Beside) -> None:
+        """Add up those of these rows, the gradient of whose logits becomes, in place, that of what the head gives."""
+        if self.scale is not None and shifted is not None and into.scale is not None and into.shift is not None:
+            into.scale.add_((grad * shifted).sum(0, dtype=into.scale.dtype))
+            into.shift.add_(grad.mul_(self.scale).sum(0, dtype=into.shift.dtype))
+        if self.mid is not None and self.factor is not None and into.mid is not None and into.factor is not None:
+            into.mid[part] = grad @ self.factor
+            into.factor.add_(grad.T @ self.mid[part])
+
+
+class Around(Protocol):
+    """A module around a head, whose own parameters reduce their gradients."""
+
+    linear: Linear
+
+    def beside(self, rows: torch.Tensor) -> Beside:
+        """What it adds for rows ``(rows, in_features/Gin)``."""
+
+
 def linear_cross_entropy(
     input: torch.Tensor,
-    head: Linear,
+    head: Linear | Around,
     target: torch.Tensor,
     *,
     reduction: str = "mean",
@@ -56,7 +101,8 @@ def linear_cross_entropy(
 
     Args:
         input: What the head takes (..., in_features/Gin).
-        head: The layer whose logits they would be; its weight and bias get their gradients as in any layer.
+        head: The layer whose logits they would be, or LitGPT's adapter around it; its parameters get their gradients as
+            in any layer.
         target: Ids (...), of the whole vocabulary.
         reduction, ignore_index, label_smoothing: As in torch. "mean" is over this rank's rows that are not ignored.
         z_loss: The factor of a row's squared log sum exp.
@@ -75,26 +121,29 @@ def linear_cross_entropy(
     check.number("linear_cross_entropy: z_loss", z_loss, least=0)
     if softcap is not None:
         check.number("linear_cross_entropy: softcap", softcap, above=0)
-    if not isinstance(head, Linear):
+    linear = _linear_of(head)
+    if not isinstance(linear, Linear):
         raise ValueError(f"linear_cross_entropy: {misfit(head)}; pass an axo.nn.Linear")
-    head.comms.arrangement.only_axonn("linear_cross_entropy")
+    linear.comms.arrangement.only_axonn("linear_cross_entropy")
     if unfit := misfit(head):
         raise ValueError(f"linear_cross_entropy: {unfit}; call the head, then axo.nn.cross_entropy")
-    rows = head._cut(input)
-    if rows.dim() == 0 or rows.shape[:-1] != target.shape or rows.shape[-1] != head.weight.shape[1]:
+    rows = linear._cut(input)
+    if rows.dim() == 0 or rows.shape[:-1] != target.shape or rows.shape[-1] != linear.weight.shape[1]:
         raise ValueError(
             f"linear_cross_entropy: input of shape {tuple(input.shape)} and targets of shape {tuple(target.shape)} do"
-            f" not fit: the input must end in {head.weight.shape[1]}, this rank's part of {head.in_features} features"
+            f" not fit: the input must end in {linear.weight.shape[1]}, this rank's part of {linear.in_features}"
+            " features"
         )
     if target.dtype not in (torch.int64, torch.int32):
         raise RuntimeError(f"linear_cross_entropy: the targets are {target.dtype}; pass ids of int64 or int32")
     vocabulary = VocabularyPart(
-        head.comms, head.out_features, vocab_size, ignore_index, label_smoothing, axis=head.out_axis, z_loss=z_loss
-    )
-    step = _step(head, chunk_rows)
-    plan = _Chunks(head.matmul, vocabulary, softcap, step, together=reduction != "none")
-    ids = target.reshape(-1).contiguous()
-    result = _LinearCrossEntropy.apply(rows, head.weight, head.bias, ids, plan, torch.is_grad_enabled())
+        linear.comms, linear.out_features, vocab_size, ignore_index, label_smoothing, axis=linear.out_axis,
+        z_loss=z_loss,
+    )  # fmt: skip
+    plan = _Chunks(linear.matmul, vocabulary, softcap, _step(linear, chunk_rows), together=reduction != "none")
+    ids, rows = target.reshape(-1).contiguous(), rows.reshape(-1, rows.shape[-1])
+    beside = Beside() if linear is head else cast(Around, head).beside(rows)
+    result = _LinearCrossEntropy.apply(rows, linear.weight, linear.bias, ids, plan, torch.is_grad_enabled(), *beside)
     if reduction == "none":
         return result.view(target.shape)
     if reduction == "sum":
@@ -105,18 +154,23 @@ def linear_cross_entropy(
 
 def misfit(head: object) -> str:
     """Why a head's loss cannot be taken by :func:`linear_cross_entropy`; empty: it can."""
-    if not isinstance(head, Linear):
+    linear = _linear_of(head)
+    if not isinstance(linear, Linear):
         return f"the head is a {type(head).__name__}"
-    if head.comms.arrangement.name != "axonn":
-        return f"{head.label()} is of algorithm {head.comms.arrangement.name!r}"
+    if linear.comms.arrangement.name != "axonn":
+        return f"{linear.label()} is of algorithm {linear.comms.arrangement.name!r}"
     reasons = {
-        "multiplies in fp8": head.matmul.exchange.fp8 is not None,
-        "stores its weight the other way round": type(head)._matrix is not Linear._matrix,
-        "has row blocks or split tokens": head.out_blocks is not None or head.scatters_tokens,
-        "has a vocabulary over more than one axis": head.matmul.out_axis != head.out_axis,
-        "has hooks, which would see no logits": any(getattr(head, kind) for kind in _HOOKS),
+        "multiplies in fp8": linear.matmul.exchange.fp8 is not None,
+        "stores its weight the other way round": type(linear)._matrix is not Linear._matrix,
+        "has row blocks or split tokens": linear.out_blocks is not None or linear.scatters_tokens,
+        "has a vocabulary over more than one axis": linear.matmul.out_axis != linear.out_axis,
+        "has hooks, which would see no logits": any(getattr(each, kind) for each in (head, linear) for kind in _HOOKS),
     }
-    return next((f"{head.label()} {reason}" for reason, so in reasons.items() if so), "")
+    return next((f"{linear.label()} {reason}" for reason, so in reasons.items() if so), "")
+
+
+def _linear_of(head: object) -> object:
+    return cast(Around, head).linear if hasattr(head, "beside") else head
 
 
 @contextmanager
@@ -184,11 +238,12 @@ def _step(head: Linear, chunk_rows: int | None) -> int:
 
 
 class _HeadGradients(NamedTuple):
-    """Of a loss: of the rows, of the block of the weight, of the bias; None where nobody wants it."""
+    """Of a loss: of the rows, of the block of the weight, of the bias, of what is beside; None: nobody wants it."""
 
     rows: torch.Tensor | None
     weight: torch.Tensor | None
     bias: torch.Tensor | None
+    beside: Beside
 
 
 class _Chunks:
@@ -216,6 +271,7 @@ class _Chunks:
         ids: torch.Tensor,
         scale: torch.Tensor | None,
         wants: tuple[bool, bool, bool],
+        beside: Beside,
     ) -> tuple[torch.Tensor, _HeadGradients]:
         """The loss of each row (r,), and the gradients of their sum, each times its ``scale``; None: no gradients."""
         wide = torch.promote_types(rows.dtype, torch.float32)
@@ -225,15 +281,18 @@ class _Chunks:
             torch.empty_like(rows) if wants[0] else None,
             torch.zeros_like(block, dtype=wide) if wants[1] else None,
             torch.zeros_like(bias, dtype=wide) if wants[2] and bias is not None else None,
+            Beside(*(each if each is None else torch.zeros_like(each, dtype=wide) for each in beside)),
         )
         for part in self._parts(ids.numel()):
-            logits, slope = self._logits(rows[part], block, bias, scale is not None)
+            logits = self._product(rows[part], block, bias)
+            shifted, slope = beside.add_to(logits, part), self._cap(logits, scale is not None)
             losses[part], peak, total = row_losses(logits, ids[part], self.vocabulary)
             if scale is None:
                 continue
             logits_gradient(logits, logits, ids[part], peak, total, scale[part], self.vocabulary)
             if slope is not None:
                 logits.mul_(slope)
+            beside.add_gradients(logits, shifted, part, grads.beside)
             if grads.rows is not None:
                 grads.rows[part] = products.grad_input(logits, block)
             if grads.weight is not None and grads.weight.dtype == logits.dtype:
@@ -247,20 +306,23 @@ class _Chunks:
     def _parts(self, rows: int) -> Iterator[slice]:
         return (slice(start, min(start + self.step, rows)) for start in range(0, rows, self.step))
 
-    def _logits(
-        self, rows: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None, recorded: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The logits of a chunk, and with a soft cap its slope at them."""
+    def _product(self, rows: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``I W^T + b`` of a chunk."""
         sums = self.matmul.sums_output
         logits = self.matmul.products.forward(rows, block, None if sums else bias)
         if sums:
             logits = self.matmul.exchange.reduce(logits, self.matmul.in_axis)
             logits = logits if bias is None else logits.add_(bias)
+        return logits
+
+    def _cap(self, logits: torch.Tensor, recorded: bool) -> torch.Tensor | None:
+        """Cap a chunk's logits in place; the slope of the cap there, if gradients are to come."""
         if self.softcap is None:
-            return logits, None
-        logits = logits.div_(self.softcap).tanh_()
+            return None
+        logits.div_(self.softcap).tanh_()
         slope = 1 - logits.square() if recorded else None
-        return logits.mul_(self.softcap), slope
+        logits.mul_(self.softcap)
+        return slope
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -273,20 +335,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ids: torch.Tensor,
         chunks: _Chunks,
         recording: bool,
+        *beside: torch.Tensor | None,
     ) -> torch.Tensor:
         dtype, exchange = compute_dtype(input), chunks.matmul.exchange
-        rows = input.to(dtype).reshape(-1, input.shape[-1])
-        wants = tuple(ctx.needs_input_grad[:3])
+        rows = input.to(dtype)
+        wants, any_wanted = tuple(ctx.needs_input_grad[:3]), any(ctx.needs_input_grad)
         again = recording and not chunks.together
-        block, ctx.held = exchange.forward_block(weight, dtype, recording=recording, wanted=again and any(wants))
+        block, ctx.held = exchange.forward_block(weight, dtype, recording=recording, wanted=again and any_wanted)
         kept = (ids != chunks.vocabulary.ignore_index).to(torch.promote_types(dtype, torch.float32))
-        scale = kept if recording and chunks.together and any(wants) else None
+        scale = kept if recording and chunks.together and any_wanted else None
+        around = Beside(*(each if each is None else each.to(dtype) for each in beside[:2]), *beside[2:])
         with no_autocast(rows.device):
             cast = None if bias is None else bias.to(dtype)
-            losses, ctx.grads = chunks.losses(rows, block, cast, ids, scale, wants)
+            losses, ctx.grads = chunks.losses(rows, block, cast, ids, scale, wants, around)
         ctx.chunks, ctx.dtype, ctx.used, ctx.weight, ctx.bias = chunks, dtype, False, weight, bias
-        ctx.version, ctx.input_dtype, ctx.input_shape, ctx.wants = version_of(weight), input.dtype, input.shape, wants
-        ctx.save_for_backward(*((rows, ids) if again else ()))
+        ctx.version, ctx.input_dtype, ctx.wants = version_of(weight), input.dtype, wants
+        ctx.save_for_backward(*((rows, ids, *around) if again else ()))
         return losses.sum() if chunks.together else losses
 
     @staticmethod
@@ -309,8 +373,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 assert grads.bias is not None
                 vector = grads.bias.to(bias.dtype)
                 grad_bias = exchange.gradient(how_bias, bias, lambda: exchange.vector_gradient(how_bias, bias, vector))
-            grad_input = None if summing is None else summing.wait().view(ctx.input_shape).to(ctx.input_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None
+            grad_input = None if summing is None else summing.wait().to(ctx.input_dtype)
+        return grad_input, grad_weight, grad_bias, None, None, None, *grads.beside
 
 
 def _scaled(ctx: Any, grad_output: torch.Tensor) -> _HeadGradients:
@@ -319,7 +383,7 @@ def _scaled(ctx: Any, grad_output: torch.Tensor) -> _HeadGradients:
         raise RuntimeError("linear_cross_entropy: its gradients have been used up; only one backward")
     ctx.used, grads = True, ctx.grads
     ctx.grads = None
-    for grad in grads:
+    for grad in (*grads[:3], *grads.beside):
         if grad is not None:
             grad.mul_(grad_output)
     return grads
@@ -328,11 +392,11 @@ def _scaled(ctx: Any, grad_output: torch.Tensor) -> _HeadGradients:
 def _again(ctx: Any, grad_output: torch.Tensor) -> _HeadGradients:
     """The gradients of losses that were given one by one."""
     chunks: _Chunks = ctx.chunks
-    rows, ids = ctx.saved_tensors
+    rows, ids, *beside = ctx.saved_tensors
     block = chunks.matmul.exchange.backward_block(ctx.held, ctx.weight, ctx.dtype)
     scale = grad_output.reshape(-1).masked_fill(ids == chunks.vocabulary.ignore_index, 0)
     cast = None if ctx.bias is None else ctx.bias.to(ctx.dtype)
-    return chunks.losses(rows, block, cast, ids, scale, ctx.wants)[1]
+    return chunks.losses(rows, block, cast, ids, scale, ctx.wants, Beside(*beside))[1]
 
 
 def _send(ctx: Any, how: str, grad: torch.Tensor | None) -> torch.Tensor | None:

@@ -131,9 +131,13 @@ class Muon(Optimizer):
                     " hidden layer to AdamW, in a group with use_muon=False (axo.optim.muon_groups(model) makes the"
                     " groups)"
                 )
-            if getattr(placement_of(parameter), "holders", None) is not None:
+            placement = placement_of(parameter)
+            if placement is not None and (placement.holders is not None or placement.stack is not None):
                 self.param_groups.pop()
-                raise Refused("Muon: experts that lie on several ranks (axo.connect(experts=...)) are not supported")
+                raise Refused(
+                    "Muon: experts that lie on several ranks (axo.connect(experts=...)), or in one tensor, are not"
+                    " supported"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the same options; torch's own leaves out what it does not know."""
@@ -213,7 +217,7 @@ def muon_groups(
             continue
         if parameter.dim() < 2:
             vectors.append(parameter)
-        elif parameter.dim() > 2 or id(parameter) in edges:
+        elif parameter.dim() > 2 or id(parameter) in edges or getattr(placement_of(parameter), "stack", None):
             others.append(parameter)
         else:
             hidden.append(parameter)

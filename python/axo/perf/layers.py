@@ -44,7 +44,7 @@ def seen(seq_length: int) -> float:
 
 
 class Value:
-    """A frozen dataclass that is equal to others with the same fields, whatever their names.
+    """A frozen dataclass that is equal to others with the same fields that compare, whatever their names.
 
     Layers, blocks and models are keys of what a search has computed, so the hash is computed once.
     """
@@ -52,7 +52,7 @@ class Value:
     @cached_property
     def _key(self) -> tuple[Any, ...]:
         mine: Any = self
-        return (type(self), *(getattr(self, one.name) for one in fields(mine) if one.name != "name"))
+        return (type(self), *(getattr(self, one.name) for one in fields(mine) if one.compare and one.name != "name"))
 
     @cached_property
     def _hash(self) -> int:
@@ -170,6 +170,10 @@ class Layer(Value):
         """Its rows on a rank: of all its experts, and of its tokens where the stream's are split over x."""
         return rows * self.rows * self.experts / (run.token_ranks(grid) if self.on_stream else 1)
 
+    def width(self, grid: Grid) -> int:
+        """Features of its input on a rank."""
+        return chunk(self.in_features, grid.y if self.transposed else grid.x)
+
     def local_heads(self, grid: Grid) -> tuple[int, int]:
         """Heads of a rank, and groups of keys and values."""
         return chunk(self.heads, grid.x), max(1, self.kv_groups // grid.x)
@@ -189,6 +193,7 @@ class LinearKind(Layer):
         head: It makes the logits.
         whole: Its outputs are whole on all ranks along x. Over y their gradient is summed ("sum": logits of experts, of
             whose outputs each rank has some features) or gathered ("gather": a latent that layers take over y).
+        shared: Of a latent, how many of out_features, the last, go to attention as they are: they are not gathered.
     """
 
     bias: bool = False
@@ -199,6 +204,7 @@ class LinearKind(Layer):
     tied: bool = False
     head: bool = False
     whole: str = ""
+    shared: int = 0
 
     kind = "linear"
     results_stay = True
@@ -249,7 +255,7 @@ class LinearKind(Layer):
         )  # fmt: skip
         if self.whole and grid.y > 1 and not square:
             op, parts = ("all_reduce", 1) if self.whole == "sum" else ("all_gather", grid.y)
-            elements = chunk(rows, grid.z) * self.out_features // parts
+            elements = chunk(rows, grid.z) * (self.out_features - self.shared) // parts
             calls.append(cost.Call(cost.BACKWARD, op, "y", elements, run.itemsize, cost.RELAYOUT))
         if self.in_chunks(run):
             calls = _in_chunks(
@@ -308,7 +314,9 @@ class EmbeddingKind(Layer):
         self, grid: Grid, rows: int, run: RunOptions, recompute: bool, gathers: int, where: dict[str, Any]
     ) -> list[cost.Call]:
         split = run.sequence_parallel
-        return cost.embedding(grid, rows, self.in_features, self.out_features, sequence_parallel=split, **where)
+        return cost.embedding(
+            grid, rows, self.in_features, self.out_features, itemsize=run.weights, sequence_parallel=split, **where
+        )
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
         return 4.0 * rows * chunk(self.out_features, grid.y) / (1e9 * machine.memory_gbs), 0.0, 0.0
@@ -376,9 +384,15 @@ class NormKind(Layer):
 
 @dataclass(frozen=True, eq=False)
 class AttentionKind(Layer):
-    """A fused attention kernel over ``heads`` heads; ``scores``: they are capped, so kept: tokens of a sequence."""
+    """A fused attention kernel over ``heads`` heads.
+
+    Args:
+        scores: They are capped, so kept: tokens of a sequence.
+        shared: Features of keys that all heads have the same, whose gradient is summed over the ranks of x.
+    """
 
     scores: int = 0
+    shared: int = 0
 
     kind = "attention"
     results_stay = True
@@ -389,20 +403,25 @@ class AttentionKind(Layer):
     def _calls(
         self, grid: Grid, rows: int, run: RunOptions, recompute: bool, gathers: int, where: dict[str, Any]
     ) -> list[cost.Call]:
+        calls = self.exchange(grid, rows, run, recompute)
+        if self.shared and grid.size(inner := where["arrangement"].inner) > 1:
+            mine = cost.rows_of(where["arrangement"], grid, rows, where["coords"])
+            calls.append(cost.Call(cost.BACKWARD, "all_reduce", inner, mine * self.shared, run.itemsize, cost.RELAYOUT))
+        return calls
+
+    def exchange(self, grid: Grid, rows: int, run: RunOptions, recompute: bool, kind: str = "ring") -> list[cost.Call]:
+        """What keys and values of sequences over ranks send in one step, by one of ``cost.EXCHANGES``."""
         return cost.attention(
             grid, 1, chunk(rows, grid.z), *self.local_heads(grid), self.in_features // max(1, self.heads),
-            context=run.context, kind="ring", itemsize=run.itemsize, recompute=recompute,
+            context=run.context, kind=kind, itemsize=run.itemsize, recompute=recompute,
         )  # fmt: skip
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
-        seconds = 4.0 * rows * attended * self._width(grid) / machine.attention_flops
+        seconds = 4.0 * rows * attended * self.width(grid) / machine.attention_flops
         return seconds, 2.0 * seconds, 0.0
 
-    def _width(self, grid: Grid) -> int:
-        return chunk(self.in_features, grid.y if self.transposed else grid.x)
-
     def bytes(self, grid: Grid, rows: int, run: RunOptions) -> LayerBytes:
-        mine, (heads, groups), width = self.my_rows(grid, rows, run), self.local_heads(grid), self._width(grid)
+        mine, (heads, groups), width = self.my_rows(grid, rows, run), self.local_heads(grid), self.width(grid)
         # q, k and the output; v where each head's is a copy of its group's; a logarithm a head.
         tensors = run.itemsize * (3 + (groups < heads) - (self.scores > 0)) * width
         scores = FP32 * mine * self.scores * heads  # a square of a sequence a head
@@ -415,7 +434,11 @@ class AttentionKind(Layer):
         # and each piece of keys before it, of 2c pieces.
         parts = run.context + 0.5 if run.context > 1 else 1.0
         results = parts * (run.itemsize * mine * width + kept)
-        return LayerBytes(saved, run.itemsize * mine * 4 * width + 2.0 * scores, results)
+        through = run.itemsize * mine * 4 * width
+        if run.context > 1:  # sums in fp32, of keys and values twice; these, and their gradients, come and go in parts
+            keys, padded = 2 * width * groups // heads, 2 * width * (self.shared > 0)  # values, as wide as keys
+            through += mine * (FP32 * (width + 2 * keys) + run.itemsize * (4 * (width + keys) + padded))
+        return LayerBytes(saved, through + 2.0 * scores, results)
 
 
 @dataclass(frozen=True, eq=False)
@@ -437,12 +460,10 @@ class PointwiseKind(Layer):
         return self.transposed
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
-        width = chunk(self.in_features, grid.y if self.transposed else grid.x)
-        return _moved(self.moves, self.mine * rows * width, machine)
+        return _moved(self.moves, self.mine * rows * self.width(grid), machine)
 
     def bytes(self, grid: Grid, rows: int, run: RunOptions) -> LayerBytes:
-        mine = run.itemsize * self.my_rows(grid, rows, run)
-        width = chunk(self.in_features, grid.x)
+        mine, width = run.itemsize * self.my_rows(grid, rows, run), self.width(grid)
         through = 0.0 if self.transposed else mine * max(2, self.kept) * width
         if not self.heads:
             return LayerBytes(mine * self.kept * width, through)
@@ -470,10 +491,10 @@ class RoutingKind(Layer):
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
         moves = tuple(a + b for a, b in zip(SPLIT, RESIDUAL, strict=True))
-        return _moved(moves, self.mine * rows * chunk(self.in_features, grid.y), machine)
+        return _moved(moves, self.mine * rows * self.width(grid), machine)
 
     def bytes(self, grid: Grid, rows: int, run: RunOptions) -> LayerBytes:
-        mine, width = self.my_rows(grid, rows, run), chunk(self.in_features, grid.y)
+        mine, width = self.my_rows(grid, rows, run), self.width(grid)
         # Outputs before they are weighted; numbers of rows for each time that rows are put in another order.
         orders = 2 if self.spread == 1 else 4
         return LayerBytes(mine * (run.itemsize * width + INT64 * orders), mine * 2 * run.stream * width)

@@ -15,13 +15,15 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from axo.grid import AXES
+from axo.matmul import cost
 from axo.perf.command import PLACEHOLDERS, command_line, litgpt_line
+from axo.perf.layers import AttentionKind
 from axo.perf.memory import GIB, Memory
 from axo.perf.planner import INTERVAL, Alternative, Candidate, GridPlan, others
 from axo.perf.stages import Stages
 
 if TYPE_CHECKING:
-    from axo.perf.simulator import Simulation
+    from axo.perf.replay import Simulation
 
 Table = tuple[list[str], list[list[str]]]  # header and rows, as text
 Shown = str | tuple[str, Table]  # of what is printed: a sentence, or a table and its title; what is empty is left out
@@ -236,6 +238,30 @@ def commands(plan: GridPlan, top: int) -> list[str]:
             reasons.setdefault(reason, []).append(number)
     lines = [pair for pair in lines if pair[1] and pair[1] not in reasons]
     return [f"{rows}: {line}" for rows, line in (*lines, *((", ".join(of), why) for why, of in reasons.items()))]
+
+
+def exchanges(plan: GridPlan) -> str:
+    """Say what leaves a rank in a step of the best plan for attention over ranks, by each exchange; empty: nothing."""
+    grid, run, ranks = plan.best.grid, plan.best.run, plan.best.run.context
+    if ranks == 1 or plan.best.stages is not None:
+        return ""
+    leaves = {"send": 1.0, "recv": 0.0, "all_gather": ranks - 1.0, "reduce_scatter": 1 - 1 / ranks}
+    sent = dict.fromkeys(cost.EXCHANGES, 0.0)
+    for block in plan.request.workload.blocks:
+        for layer in block.layers:
+            if not isinstance(layer, AttentionKind):
+                continue
+            if not cost.heads_divide(*layer.local_heads(grid), ranks):
+                sent.pop("heads", None)
+            for kind in sent:
+                for one in layer.exchange(grid, run.group_rows(grid), run, block.reruns(run), kind):
+                    size = one.calls * one.elements * one.itemsize * leaves.get(one.op, 1 - 1 / ranks)
+                    sent[kind] += block.repeat * run.micro_batches * size / GIB
+    return (
+        f"for attention a rank of {plan.best.name} sends in a step, on a ring algorithm: "
+        + ", ".join(f"{size:.3g} GiB by {kind}" for kind, size in sent.items())
+        + "; the plan is by ring, which goes behind attention"
+    )
 
 
 def placeholders(plan: GridPlan, top: int) -> dict[str, str]:

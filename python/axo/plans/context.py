@@ -1,16 +1,17 @@
 """Models over a context: positions, labels and attention of sequences whose tokens lie on several ranks.
 
     LitGPT         a block gets the rotations of its own tokens and, in the place of the mask, the batch's ``Pieces``;
-                   its attention calls ``axo.nn.attention``
+                   its attention calls ``axo.nn.attention``; with ``input_pos`` (generation) each rank has whole
+                   sequences, and all is as without a context
     Hugging Face   the model is given positions, shifted labels and the ``Pieces`` as arguments, which its own code
                    hands down to the attention that is registered here under the name of ``_NAME``
 
 Each pass begins with one small all-gather: how long the sequences are. A block that is run again in backward has its
 arguments, and so the batch that it was called with.
 
-Soft caps of scores, and latent attention, are computed by the model's own code over gathered keys and values.
+Soft caps of scores are computed by the model's own code over gathered keys and values.
 
-Not here, refused: other families, adapters, caches (generation), masks of padding, dropout in attention.
+Not here, refused: other families, adapters, caches of transformers, masks of padding, dropout in attention.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from axo.nn.context_attention import attention, own_attention
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral")
 _NAME = "axo_context"
+_SLIDES = "apply_sliding_window_attention"  # LitGPT's attention makes the mask of a window itself
 
 
 def check(model: nn.Module, kind: str, ranks: int, x: int) -> None:
@@ -89,8 +91,6 @@ def _is_litgpt(model: nn.Module) -> bool:
 
 def _own(config: Any) -> str:
     """What attention does that only the model's own code can, in words; empty: nothing."""
-    if getattr(config, "latent_attention", None):
-        return "latent attention, whose values have another size than its keys,"
     caps = (getattr(config, name, None) for name in ("attention_logit_softcapping", "attn_logit_softcapping"))
     return "soft-capped scores" if any(caps) else ""
 
@@ -101,14 +101,14 @@ class _LitGPT:
     def __init__(self, model: Any, comms: Communicators, kind: str, grad_reduce: str) -> None:
         self._comms, self._kind = comms, kind
         self._now: tuple[torch.Tensor, torch.Tensor, Pieces] | None = None
+        self._whole = False  # each rank has whole sequences in the pass at hand
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         for index, block in enumerate(model.transformer.h):
-            block.register_forward_pre_hook(partial(self._tell, index))
-            attn, window = block.attn, None
-            if getattr(attn, "apply_sliding_window_attention", False):
-                attn.apply_sliding_window_attention, window = False, block.config.sliding_window_size
-            own = attn.scaled_dot_product_attention if _own(block.config) else None
-            attn.scaled_dot_product_attention = partial(_litgpt_attention, attn, window, own)
+            attn, stock, window = block.attn, block.attn.scaled_dot_product_attention, None
+            if slides := bool(getattr(attn, _SLIDES, False)):
+                window, attn.build_kv_cache = block.config.sliding_window_size, partial(_cache_of_window, attn)
+            block.register_forward_pre_hook(partial(self._tell, index, slides))
+            attn.scaled_dot_product_attention = partial(_litgpt_attention, attn, window, stock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LitGPT:
         return self
@@ -119,8 +119,9 @@ class _LitGPT:
                 "forward: a GPT takes no context_cut: it knows no packed documents; cut its batches by"
                 " axo.shard_batch(batch, comms) without positions="
             )
-        if len(args) > 1 or named.get("input_pos") is not None:
-            raise Refused("forward: in a context a GPT takes no input_pos: it has no cache, and cannot generate")
+        self._whole = has_whole_sequences(args, named)
+        if self._whole:
+            return
         pieces = pieces_of(args[0], self._comms.context, self._kind)
         if pieces.length > model.max_seq_length:
             raise ValueError(
@@ -129,7 +130,11 @@ class _LitGPT:
         positions = pieces.positions(model.cos.device)
         self._now = model.cos[positions].unsqueeze(0), model.sin[positions].unsqueeze(0), pieces
 
-    def _tell(self, index: int, block: Any, args: Any) -> Any:
+    def _tell(self, index: int, slides: bool, block: Any, args: Any) -> Any:
+        if slides:
+            setattr(block.attn, _SLIDES, self._whole)
+        if self._whole:
+            return None
         assert self._now is not None, "the model's own hook comes first"
         cos, sin, pieces = self._now
         if block.config.rope_indices is not None:
@@ -137,21 +142,35 @@ class _LitGPT:
         return (args[0], cos, sin, pieces, *args[4:])
 
 
+def has_whole_sequences(args: Any, named: dict[str, Any]) -> bool:
+    """Whether a ``litgpt.GPT`` on a context is called with a place in its cache, as to generate."""
+    return (args[1] if len(args) > 1 else named.get("input_pos")) is not None
+
+
+def _cache_of_window(attn: Any, *args: Any, **options: Any) -> Any:
+    setattr(attn, _SLIDES, True)  # as LitGPT left it, until the next pass over pieces
+    return type(attn).build_kv_cache(attn, *args, **options)
+
+
 def _litgpt_attention(
-    attn: Any, window: int | None, own: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Pieces
+    attn: Any, window: int | None, stock: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: Any = None
 ) -> torch.Tensor:
     """LitGPT's ``scaled_dot_product_attention``: (B, heads, t, size) -> (B, t, heads, size).
 
-    It repeats keys and values for each head of queries, of which one each travels.
+    It repeats keys and values for each head of queries, of which one each travels. With a mask in the place of
+    ``pieces`` it is ``stock``.
     """
+    if not isinstance(pieces, Pieces):
+        whole: torch.Tensor = stock(q, k, v, pieces)
+        return whole
     repeats = attn.config.n_head // attn.config.n_query_groups
     k, v = k[:, ::repeats], v[:, ::repeats]
-    if own is None:
-        scale = attn.mscale * attn.mscale / math.sqrt(attn.config.attention_scores_scalar or attn.config.head_size)
+    if not _own(attn.config):
+        scale = attn.mscale * attn.mscale / math.sqrt(attn.config.attention_scores_scalar or q.shape[-1])
         return attention(q, k, v, pieces, scale=scale, window=window).transpose(1, 2)
 
     def repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = own(q, *(each.repeat_interleave(repeats, 1) for each in (k, v)), mask)
+        output: torch.Tensor = stock(q, *(each.repeat_interleave(repeats, 1) for each in (k, v)), mask)
         return output
 
     return own_attention(q, k, v, pieces, repeated, window=window)

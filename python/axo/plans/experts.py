@@ -1,7 +1,8 @@
 """Mixtures whose experts lie on several ranks (``axo.connect(grid, experts=e)``): which can, and what is refused.
 
 A mixture is a module with ``experts``, an ``nn.ModuleList`` or ``nn.ModuleDict``; the layers of expert i have
-one of the ranks that ``holders`` says. Not here: how each plan calls them.
+one of the ranks that ``holders`` says. Or its experts are one module (``axo.plans.auto.stacked_experts``), of whose
+weights each rank has its part. Not here: how each plan calls them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 from axo.comm.connect import Communicators
 from axo.errors import Refused
 from axo.grid import Grid, Holders
+from axo.plans.auto.stacked_experts import is_stack
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
@@ -48,13 +50,14 @@ def check(model: nn.Module, grid: Grid, ranks: int, others: dict[str, Any]) -> N
         Refused: Says what.
     """
     owner = f"parallelize: {type(model).__name__}: experts={ranks}"
-    spread = list(mixtures(model))
-    if not spread:
-        raise Refused(f"{owner} is of models that have experts, each a module of its own, and this has none")
-    for name, _, experts in spread:
-        if len(experts) % ranks:
-            fitting = ", ".join(str(n) for n in range(1, ranks + 1) if len(experts) % n == 0)
-            raise Refused(f"{owner} ranks do not divide the {len(experts)} experts of {name!r}; use one of {fitting}")
+    counts = {name: len(experts) for name, _, experts in mixtures(model)}
+    counts |= {name: len(next(each.parameters())) for name, each in model.named_modules() if is_stack(each)}
+    if not counts:
+        raise Refused(f"{owner} is of models that have experts, each a module of its own or all in one; this has none")
+    for name, count in counts.items():
+        if count % ranks:
+            fitting = ", ".join(str(n) for n in range(1, ranks + 1) if count % n == 0)
+            raise Refused(f"{owner} ranks do not divide the {count} experts of {name!r}; use one of {fitting}")
     adapters = ("litgpt.lora", "litgpt.adapter", "peft.")
     if any(kind.__module__.startswith(adapters) for part in model.modules() for kind in type(part).__mro__):
         raise Refused(f"{owner} with LoRA or adapters is not supported; leave experts= out")

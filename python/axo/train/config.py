@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from axo.grid import Grid
 
@@ -57,6 +57,8 @@ def _option(default: Any, panel: str, help: str, bounds: Bounds | None = None, *
 @dataclass(frozen=True)
 class TrainConfig:
     """Options of a training run. Each field says what it is; ``axo.train.check`` says what goes together."""
+
+    owner: ClassVar[str] = "train"  # the command, in messages
 
     model: str = _option("tiny", MODEL, "A LitGPT configuration by name, 'tiny', or a YAML / JSON file.")
     model_overrides: dict[str, Any] = _option(

@@ -19,6 +19,7 @@ With ``--hosts`` each host has a launcher and a folder of its own, in which copi
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import math
 import os
@@ -37,7 +38,7 @@ from axo.checkpoint.folder import complete, latest, number_of, run_of
 from axo.checkpoint.mirrors import files_of
 from axo.grid import AXES, Grid
 from axo.launch import Interrupted, Part, RankFailed, Termination, handled, own_folder
-from axo.train.check import check_grid, copy_bytes
+from axo.train.check import check_grid
 from axo.train.config import CHECKPOINTS, RANKS_NAME, TrainConfig
 from axo.train.launchers import Launchers, Said, places_of
 
@@ -128,33 +129,33 @@ class StateCopies:
         return short
 
 
-def check(config: TrainConfig, on_ranks: OnRanks) -> None:
-    """Check what ``--elastic`` asks for.
+def check(config: TrainConfig, on_ranks: OnRanks, copy: int) -> None:
+    """Check what ``--elastic`` asks for; ``copy``: bytes of the run's state.
 
     Raises:
         ValueError: It is no MIN:MAX, MAX is not the ranks of the grid, no grid of fewer ranks fits, or this host's
             memory has no room for the copies.
     """
-    least, most = _bounds(config)
+    (least, most), asked = _bounds(config), f"{config.owner}: elastic={config.elastic}"
     if most != config.ranks:
-        raise ValueError(f"train: elastic={config.elastic}: grid {config.shown} has {config.ranks} ranks, not {most}")
+        raise ValueError(f"{asked}: grid {config.shown} has {config.ranks} ranks, not {most}")
     if config.hosts is not None and most % (hosts := len(places_of(config.hosts))):
-        raise ValueError(f"train: elastic={config.elastic}: {most} ranks do not divide over {hosts} hosts")
+        raise ValueError(f"{asked}: {most} ranks do not divide over {hosts} hosts")
     if least < most and isinstance(smaller := _fitting(config, on_ranks, most - 1), str):
         raise ValueError(
-            f"train: elastic={config.elastic}: no grid of {least} to {most - 1} ranks fits ({smaller}); use a smaller"
+            f"{asked}: no grid of {least} to {most - 1} ranks fits ({smaller}); use a smaller"
             " MIN, or another batch-size"
         )
     try:
         free = shutil.disk_usage(_MEMORY).free
     except OSError as error:
-        raise ValueError(f"train: elastic={config.elastic} keeps copies in {_MEMORY}: {error.strerror}") from None
-    needed = 2 * copy_bytes(config, check_grid(config)[1])  # one stays until the next is complete
+        raise ValueError(f"{asked} keeps copies in {_MEMORY}: {error.strerror}") from None
+    needed = 2 * copy  # one stays until the next is complete
     if needed > free:
         raise ValueError(
-            f"train: elastic={config.elastic}: two copies of the run's state take {needed / 2**30:,.1f} GiB, and"
+            f"{asked}: two copies of the run's state take {needed / 2**30:,.1f} GiB, and"
             f" {_MEMORY} has {free / 2**30:,.1f} GiB free; make it larger (mount -o remount,size=...), or use"
-            " --save-every and --resume"
+            " checkpoints and --resume"
         )
 
 
@@ -191,8 +192,30 @@ def copies_of_a_run(config: TrainConfig, on_ranks: OnRanks) -> Iterator[StateCop
             if isinstance(error, Interrupted):
                 error.lost = kept or error.lost
             elif kept:
-                print(f"axo train: {kept}", flush=True)
+                print(f"axo {config.owner}: {kept}", flush=True)
             raise
+
+
+def run(config: TrainConfig, on_ranks: OnRanks, start: Callable[[Launches, StateCopies], int]) -> None:
+    """Start a run's ranks, and again as long as it goes on.
+
+    Args:
+        config, on_ranks: The run, and as it is on other ranks.
+        start: Starts this host's ranks and waits for them; returns how many others were asked for, 0: none.
+
+    Raises:
+        RankFailed, Interrupted: It ends by that.
+    """
+    launchers = None if config.hosts is None else Launchers(config.hosts)
+    with copies_of_a_run(config, on_ranks) as copies, contextlib.ExitStack() as end:
+        gc.freeze()  # each launch looks for garbage first: through all that was imported, that takes half a second
+        end.callback(gc.unfreeze)
+        launches = Launches(copies, launchers)
+        while launches.go_on():
+            try:
+                launches.have_ended(start(launches, copies))
+            except RankFailed as error:
+                launches.have_failed(error)
 
 
 class Launches:
@@ -221,11 +244,11 @@ class Launches:
         """What the others are to hear: how many ranks this host can have now, and how those before have ended."""
         self._said |= {"ranks": ranks, "why": "", "failed": "", "late": "", "asked": 0, "done": False} | how
 
-    def have_ended(self, next_run: TrainConfig | None) -> None:
-        """This host's ranks have ended well; ``next_run``: as rank 0 was told, where it is one of them."""
+    def have_ended(self, asked: int) -> None:
+        """This host's ranks have ended well; ``asked``: ranks that are wanted, as rank 0 was told; 0: it was not."""
         self._error = None
-        done = next_run is None and (self.part is None or self.part.first == 0)
-        self._say(self.ranks, asked=next_run.ranks if next_run else 0, done=done)
+        done = not asked and (self.part is None or self.part.first == 0)
+        self._say(self.ranks, asked=asked, done=done)
         if not done:
             self._copies.begin("resized")
 
@@ -276,7 +299,7 @@ class Launches:
             if str(self._own) in plan["hosts"]:
                 break
             self._say(self._most)
-            print("axo train: waits, as the run has no rank for this host", flush=True)
+            print(f"axo {copies.original.owner}: waits, as the run has no rank for this host", flush=True)
         hosts = {int(host): ranks for host, ranks in plan["hosts"].items()}
         first, world = sum(ranks for host, ranks in hosts.items() if host < self._own), sum(hosts.values())
         self.ranks, self.config = hosts[self._own], copies.on_ranks(world) if plan["event"] else copies.original
@@ -288,7 +311,8 @@ class Launches:
         copies.event, copies.run = plan["event"], plan["run"]
         self._said |= {"ran": True, "hosts": sorted(hosts)}
         if plan["event"] and first == 0:
-            print(f"axo train: {plan['why']}; goes on with {world} ranks on grid {self.config.shown}", flush=True)
+            shown, owner = self.config.shown, copies.original.owner
+            print(f"axo {owner}: {plan['why']}; goes on with {world} ranks on grid {shown}", flush=True)
         return True
 
     def _place(self) -> tuple[str, int] | None:
@@ -348,7 +372,10 @@ class Launches:
             if saved is not None and (not copy or number_of(saved) > number_of(Path(copy))):
                 return str(saved), run
         if not copy:
-            raise ValueError("the hosts that are lost had the only copies of some shards")
+            raise ValueError(
+                "the hosts that are lost had the only copies of some shards (each lies on two, neighbours in --hosts);"
+                " with --save-every the run would go on from a checkpoint"
+            )
         return str(Path(self._copies.folder, copy)), run
 
 
@@ -387,7 +414,7 @@ def requested_run(config: TrainConfig, copies: StateCopies) -> TrainConfig | Non
             if why == copies.complaint:
                 return None
             copies.complaint = why
-    print(f"axo train: {why}; goes on with {config.ranks} ranks", flush=True)
+    print(f"axo {config.owner}: {why}; goes on with {config.ranks} ranks", flush=True)
     return None
 
 
@@ -403,13 +430,14 @@ def _bounds(config: TrainConfig) -> tuple[int, int]:
     least, colon, most = (config.elastic or "").partition(":")
     if not (colon and least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
         raise ValueError(
-            f"train: elastic={config.elastic!r} is not MIN:MAX; use two numbers of ranks, such as 2:{config.ranks}"
+            f"{config.owner}: elastic={config.elastic!r} is not MIN:MAX; use two numbers of ranks, such as"
+            f" 2:{config.ranks}"
         )
     return int(least), int(most)
 
 
-def nearest(original: TrainConfig, ranks: int) -> TrainConfig:
-    """The run on so many ranks, on the grid that is nearest to its own and that it fits on.
+def nearest(original: TrainConfig, ranks: int, check: Callable[[TrainConfig], Any] = check_grid) -> TrainConfig:
+    """The run on so many ranks, on the grid that is nearest to its own and that it fits on: that ``check`` lets pass.
 
     Raises:
         ValueError: It fits on none; says why not on the last one.
@@ -418,8 +446,8 @@ def nearest(original: TrainConfig, ranks: int) -> TrainConfig:
     grids = [] if ranks % original.pipeline else Grid.all(ranks // original.pipeline)
     for grid in sorted(grids, key=lambda grid: _distance(original.grid, grid)):
         try:
-            check_grid(run := replace(original, grid=grid))
-            return run
+            check(next_run := replace(original, grid=grid))
+            return next_run
         except ValueError as error:
             problem = error
     raise problem

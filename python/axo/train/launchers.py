@@ -38,6 +38,7 @@ Said = dict[str, Any]
 _PORT = 29400
 _ANSWER_S, _TRIES = 0.3, 2  # for a kernel to take a connection
 _LOOK_S, _AGAIN_S, _TELL_S = 0.02, 0.5, 5.0
+_BUSY_S = 3.0  # after which one is told that the others do not answer
 _START_S = 300.0  # for the launchers of all hosts to be started
 _MOST, _PIECE = 1 << 20, 1 << 12  # bytes of a message, and of what is read and not kept
 _WORD = 32  # hexadecimal digits
@@ -133,6 +134,18 @@ class Launchers:
         self._said, self._talks, self._leads, self._decision = {self.own: said}, {}, True, loop.create_future()
         began, tried, refused, every = loop.time(), -_AGAIN_S, 0, range(len(self.places))
         lines: dict[int, _Streams] = {}  # to other hosts
+        self._answered = False
+
+        def tell() -> None:
+            if lines and not said["ran"] and not self._answered:
+                names = ", ".join(self.places[host][0] for host in sorted(lines))
+                print(
+                    f"axo train: {names}: there, but its ranks are at work; this host waits until they end, for example"
+                    " as the file ranks in the run's folder there says how many it is to have",
+                    flush=True,
+                )
+
+        telling = loop.call_later(_BUSY_S, tell)
         server = await asyncio.start_server(self._hear, sock=self._listener.dup(), limit=_MOST, backlog=_BACKLOG)
         try:
             while True:
@@ -172,6 +185,7 @@ class Launchers:
                     raise Timeout(f"train: hosts: {names} did not come within {_START_S:.3g} s; start it there, too")
                 await asyncio.sleep(_LOOK_S)
         finally:
+            telling.cancel()
             server.close()
             for _, writer in lines.values():
                 writer.close()
@@ -193,6 +207,7 @@ class Launchers:
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, said: Said) -> Said:
         """Tell the leader, once it comes, and hear what it has decided."""
         theirs, own = _word(await _line(reader)), secrets.token_hex(_WORD // 2)
+        self._answered = True
         card = json.dumps(said | {"host": self.own, "word": own})
         writer.write(f"{secret.sealed(card, f'card {theirs}')}\n".encode())
         return json.loads(secret.opened((await _line(reader)).encode(), f"decision {theirs} {own}"))
@@ -209,7 +224,7 @@ class Launchers:
             if not self._leads or card["host"] not in range(len(self.places)):
                 return
             host = card["host"]
-            self._said[host], self._talks[host] = card, task
+            self._said[host], self._talks[host], self._answered = card, task, True
             asyncio.create_task(_end(reader)).add_done_callback(lambda _: task.cancel())  # it has ended
             decision = json.dumps(await asyncio.shield(self._decision))
             writer.write(f"{secret.sealed(decision, place)}\n".encode())

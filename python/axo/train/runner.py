@@ -25,19 +25,18 @@ import axo
 from axo import checkpoint
 from axo.checkpoint.folder import check_place, name_of, number_of, step_of
 from axo.checkpoint.mirrors import Mirrors
-from axo.checkpoint.ranks import agree, checkpoint_group, pending, share
+from axo.checkpoint.ranks import agree, checkpoint_group, share
 from axo.comm.extension import _C
 from axo.comm.rendezvous import admit_nobody_else
-from axo.errors import CheckpointError
 from axo.grid import check_ranks
-from axo.launch import Interrupted, Rank, RankFailed, Termination, launch_local, set_threads
+from axo.launch import Interrupted, Rank, Termination, launch_local, set_threads
 from axo.matmul.products import products_of
 from axo.offload import OffloadedAdamW
 from axo.train import data, elastic
-from axo.train.check import check
+from axo.train.check import check, check_grid, copy_bytes
 from axo.train.config import CHECKPOINTS, LOG_NAME, PLOT_NAME, TrainConfig
+from axo.train.copies import RankCopies
 from axo.train.elastic import StateCopies
-from axo.train.launchers import Launchers
 from axo.train.log import Display, TrainLog, draw
 from axo.train.loop import Step, Trainer
 from axo.train.serial import Parity, compare, train_serial
@@ -101,19 +100,17 @@ def run(config: TrainConfig, on_ranks: elastic.OnRanks | None = None) -> Outcome
     if config.elastic is None:
         return launch(config.ranks, config, batches)
     on_ranks = on_ranks or partial(elastic.nearest, config)
-    elastic.check(config, on_ranks)
-    launchers = None if config.hosts is None else Launchers(config.hosts)
-    with elastic.copies_of_a_run(config, on_ranks) as copies:
-        launches, outcome = elastic.Launches(copies, launchers), None
-        while launches.go_on():
-            try:
-                outcome = launch(
-                    launches.ranks, launches.config, batches, copies, noted=copies.signals, part=launches.part
-                )
-                launches.have_ended(None if outcome is None else outcome.next)
-            except RankFailed as error:
-                launches.have_failed(error)
-        return outcome
+    elastic.check(config, on_ranks, copy_bytes(config, check_grid(config)[1]))
+    outcome: Outcome | None = None
+
+    def start(launches: elastic.Launches, copies: StateCopies) -> int:
+        nonlocal outcome
+        ranks, of_all = launches.ranks, launches.part
+        outcome = launch(ranks, launches.config, batches, copies, noted=copies.signals, part=of_all)
+        return outcome.next.ranks if outcome is not None and outcome.next is not None else 0
+
+    elastic.run(config, on_ranks, start)
+    return outcome
 
 
 def train_rank(
@@ -183,7 +180,7 @@ def _train(
         log = TrainLog(config, trainer.model.config, batches.tokens, comms.world.transport, hosts, start)
         display = Display(f"axo {config.shown}", config.steps)
     traced = min(start + WARM_STEPS, config.steps - 1) if config.trace is not None else -1
-    began, stopped = time.perf_counter(), ""
+    began, stopped, next_run = time.perf_counter(), "", None
     with display or nullcontext(), termination or nullcontext():
         for index in range(start, config.steps):
             step = trainer.step(index) if index != traced else _traced_step(trainer, index)
@@ -193,24 +190,24 @@ def _train(
                 display.console.print(f"axo train: {words(slow)}", highlight=False, soft_wrap=True, markup=False)
             if log and display and (ends or (index + 1) % config.log_every == 0):
                 display.show(index + 1, log.step(step))
-            if log and copies and copies.noticed and index == start:
-                copies.mark("step")
-                log.write({"kind": copies.event, "start": start, "noticed": copies.noticed, "seconds": copies.seconds})
-            checkpoints.after(step, losses)
-            if checkpoints.resizes:
+            if log and checkpoints.copies and (line := checkpoints.copies.first_step(index + 1)):
+                log.write(line)
+            checkpoints.after(step)
+            if checkpoints.copies and checkpoints.copies.resizes:
+                next_run = checkpoints.copies.next
                 break
             if step.stop and not ends and termination is not None:
                 stopped = termination.by  # another rank's is taken to be SIGTERM
                 break
-    if checkpoints.resizes and termination is not None and termination.asked:  # this rank alone, and late
-        raise Interrupted(termination.number)
+    if checkpoints.copies and checkpoints.copies.resizes and termination is not None and termination.asked:
+        raise Interrupted(termination.number)  # this rank alone, and late
     seconds, out = time.perf_counter() - began, Path(config.out)
     outcome = Outcome(losses, seconds, batches.vocab_size, out / LOG_NAME, out / PLOT_NAME, start=start)
     if log is not None:
         summary = {"kind": "summary", "steps": len(losses), "seconds": seconds, "tail_loss": outcome.tail_loss}
         log.write(summary | {"fused": products_of(comms).fused.report})
         log.close()
-    return replace(outcome, checkpoint=checkpoints.last, stopped=stopped, next=checkpoints.next)
+    return replace(outcome, checkpoint=checkpoints.last, stopped=stopped, next=next_run)
 
 
 def _traced_step(trainer: Trainer, index: int) -> Step:
@@ -255,7 +252,7 @@ class Checkpoints:
         last: The newest checkpoint that this run wrote; None: none yet.
         origin: The one that it went on from; None: none.
         changed: The optimizer's options that are this command's and differ from those of ``origin``, in words.
-        resizes: Whether the ranks end here, as the run goes on on others; rank 0 knows which, as ``next``.
+        copies: Those in memory; None: there are none.
     """
 
     def __init__(
@@ -266,19 +263,17 @@ class Checkpoints:
         termination: Termination | None,
         copies: StateCopies | None = None,
     ) -> None:
-        self._copies = copies
-        on_hosts = copies is not None and config.hosts is not None
-        self._mirrors = Mirrors(checkpoint_group(trainer.comms)) if on_hosts else None
-        self._copy_under_way: checkpoint.Save | None = None
-        self._copies_fail = False  # and that has been told
-        self.resizes = False
-        self.next: TrainConfig | None = None
+        self._state_copies = copies
+        self.copies: RankCopies | None = None
+        if copies is not None:
+            save = partial(self._save, keep=1)
+            self.copies = RankCopies(config, copies, trainer.comms, save, lambda: trainer.asked_to_stop())
         self._config, self._trainer, self._run, self._termination = config, trainer, folder, termination
         self._folder = Path(config.out) / CHECKPOINTS
         # What a step depends on beside the weights: the data, and what the model makes of them.
         self._order = {name: getattr(config, name) for name in _ORDER} | {"text": trainer.batches.text}
         self._model = {name: value for name, value in asdict(trainer.model.config).items() if name not in _NOT_OF_MODEL}
-        self._done = 0
+        self._done, self._losses = 0, list[float]()
         self.last: Path | None = None
         self.origin: Path | None = None
         self.changed = ""
@@ -288,7 +283,7 @@ class Checkpoints:
 
     def _progress(self) -> tuple[int, Path | None, int]:
         newest = checkpoint.latest(self._folder, run=self._run.id) or self.origin
-        if newest is not None and self._copies is not None and newest.parent == Path(self._copies.folder):
+        if newest is not None and self._state_copies is not None and newest.parent == Path(self._state_copies.folder):
             newest = None  # it ends with the launcher
         return self._done, newest, (step_of(newest.name) or 0) if newest is not None else 0
 
@@ -302,9 +297,8 @@ class Checkpoints:
         config, losses, problem = self._config, [], ""
         newest = None if config.resume is None else self._newest(self._run.id)
         asked = newest if config.resume == "auto" else config.resume
-        copy = self._copies is not None and asked is not None and Path(asked).parent == Path(self._copies.folder)
-        if copy and self._mirrors is not None:
-            self._mirrors.complete(Path(str(asked)))
+        if self.copies is not None:
+            self.copies.complete(asked)
         if asked is not None:
             losses = self._load(str(asked), newest)
         elif config.resume is not None and (others := self._newest(None)) is not None:
@@ -312,7 +306,7 @@ class Checkpoints:
                 f"train: the checkpoints in {self._folder} are another run's; name the one to go on from, such as"
                 f" --resume {others}"
             )
-        self._done = len(losses)
+        self._done, self._losses = len(losses), losses
         if config.saves and self._trainer.comms.everyone.rank == 0 and self._folder.is_dir():
             try:
                 for path in sorted(self._folder.iterdir()):
@@ -321,10 +315,8 @@ class Checkpoints:
             except ValueError as error:
                 problem = str(error)
         agree(checkpoint_group(self._trainer.comms), problem)
-        if self._copies is not None:
-            self._copies.mark("move")
-            if not copy:
-                self._copy(losses)
+        if self.copies is not None:
+            self.copies.loaded(self._done)
         return self._done, losses
 
     def _newest(self, run: str | None) -> Path | None:
@@ -379,14 +371,13 @@ class Checkpoints:
                         " another: use the same, or say --allow-new-data"
                     )
 
-    def after(self, step: Step, losses: list[float]) -> None:
+    def after(self, step: Step) -> None:
         """Save if it is time: each ``save_every`` steps, after the last, and when any rank has been asked to end."""
         config, self._done = self._config, step.index + 1
         ends = step.stop or self._done == config.steps
-        if self._copies is not None and not ends and self._done % config.copy_every == 0:
-            self._copy_or_resize(losses, self._copies)
-        if ends or self.resizes:
-            self._await_copy()
+        if self.copies is not None:
+            if ends or self.copies.after(self._done):
+                self.copies.wait()
         if not config.saves:
             return
         if step.stop and self._termination is not None:
@@ -394,57 +385,20 @@ class Checkpoints:
         if not ends and self._done % config.save_every:
             return
         self._run.hold()
-        handle = self._save(self._folder, losses, config.keep)
+        if self.copies is not None:
+            self.copies.wait()
+        handle = self._save(self._folder, keep=config.keep)
         self.last = handle.path
         if ends:
             handle.wait()
 
-    def _copy_or_resize(self, losses: list[float], copies: StateCopies) -> None:
-        """Begin a copy; where the run is told to have other ranks, complete it, for these to end."""
-        group = checkpoint_group(self._trainer.comms)
-        if self._trainer.comms.everyone.rank == 0:
-            self.next = elastic.requested_run(self._config, copies)
-        self._await_copy()
-        requested = share(group, self.next is not None)[0]
-        self._copy(losses)
-        complete = requested and self._await_copy()
-        # A signal that came meanwhile is obeyed by these ranks: their next step is the last one, and is saved.
-        self.resizes = complete and not any(share(group, self._trainer.asked_to_stop()))
-        if self.next is not None and not self.resizes:
-            if not complete:
-                print(f"axo train: without a copy the run goes on with {self._config.ranks} ranks", flush=True)
-            self.next = None
-
-    def _copy(self, losses: list[float]) -> None:
-        assert self._copies is not None
-        pending.save.wait()  # one to disk, whose error ends the run
-        try:
-            self._copy_under_way = self._save(Path(self._copies.folder), losses, keep=1)
-        except (ValueError, CheckpointError) as error:
-            self._tell_of_copies(error)
-
-    def _await_copy(self) -> bool:
-        """Until the newest copy is complete; whether it is. One that cannot be written leaves the one before it."""
-        copy, self._copy_under_way = self._copy_under_way, None
-        try:
-            return copy is not None and copy.wait() is not None
-        except CheckpointError as error:
-            self._tell_of_copies(error)
-            return False
-
-    def _tell_of_copies(self, error: Exception) -> None:
-        if not self._copies_fail and self._trainer.comms.everyone.rank == 0:
-            print(f"axo train: {error}; the copy before it stays, and more steps would be lost", flush=True)
-        self._copies_fail = True
-
-    def _save(self, folder: Path, losses: list[float], keep: int) -> checkpoint.Save:
+    def _save(self, folder: Path, mirrors: Mirrors | None = None, *, keep: int) -> checkpoint.Save:
         trainer = self._trainer
-        self._await_copy()
         # A copy of the losses: the file is written while the next steps add theirs. Not where that takes a copy of the
         # optimizer's state which memory has no room for.
-        extra = self._order | {"model": self._model, "losses": list(losses), "scaler": trainer.scaler.state_dict()}
-        in_memory = self._copies is not None and folder == Path(self._copies.folder)
+        extra = self._order | {"model": self._model, "losses": list(self._losses)}
+        extra |= {"scaler": trainer.scaler.state_dict()}
         return checkpoint.save(
             folder, trainer.model, trainer.optimizer, step=self._done, extra=extra, keep=keep, run=self._run.id,
-            async_=not isinstance(trainer.optimizer, OffloadedAdamW), mirrors=self._mirrors if in_memory else None,
+            async_=not isinstance(trainer.optimizer, OffloadedAdamW), mirrors=mirrors,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from axo import files
@@ -31,10 +32,9 @@ _ROWS = 32  # of a table: the slowest ranks of more
 def spread(grid: Grid, blocked: torch.Tensor) -> dict[str, float]:
     """Of each axis with several ranks. ``blocked``: seconds of each rank of all stages on x, y, z, data: (ranks, 4)."""
     sizes = [grid.size(axis) for axis in AXES]
-    cells = blocked.view(-1, *reversed(sizes), len(AXES))
-    lines = [cells[..., place].transpose(-1, -1 - place) for place in range(len(AXES))]  # (..., ranks of a line)
-    most = [float((line.amax(-1) - line.amin(-1)).max()) for line in lines]
-    return {axis: seconds for axis, size, seconds in zip(AXES, sizes, most, strict=True) if size > 1}
+    cells = blocked.numpy().reshape(-1, *reversed(sizes), len(AXES))  # a few torch operations take as long as a reduce
+    several = [(place, axis) for place, axis in enumerate(AXES) if sizes[place] > 1]
+    return {axis: float(np.ptp(cells[..., place], axis=-1 - place).max()) for place, axis in several}
 
 
 class SlowRanks:

@@ -4,7 +4,9 @@ compute has the forward of each module that has parameters of its own, its backw
 dI, dW), the optimizer and clipping. A collective lasts from its issue to its completion where that is known (blocking
 ones, and those that the transport times), else until somebody waited for it. A wait is what the rank was blocked for; a
 collective that is complete already has none. Collectives and waits of the engine (``axo.overlap``) carry the layer's
-name. Recording costs some microseconds an event, so a traced step is a little longer. The file: ``chrome_trace``.
+name. Recording costs some microseconds an event, so a traced step is a little longer; and torch's hooks of a module sum
+what comes back from inside it before they add it to the rest, so a gradient may differ from that of a step that is not
+traced, by rounding. The file: ``chrome_trace``.
 
 With pipeline stages compute has a span for each action too (``F3 stage 1``: forward of micro-batch 3; B, I, W), around
 what runs in it, and one for the step, which all ranks begin together; so ranks can be compared in time. What goes over

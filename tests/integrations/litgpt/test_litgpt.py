@@ -249,9 +249,11 @@ def test_goldfish_masks_training_and_not_validation():
         (["generate_adapter", ".", "--adapter_path", "no/such"], "--adapter_path no/such does not exist"),
         (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
         (
-            ["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--elastic", "1:2"],
-            "here --max-restarts N starts lost ranks",
+            ["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--elastic", "1:2", "--max-restarts", "1"],
+            "--elastic goes on by itself, from memory; leave --max-restarts out",
         ),
+        (["finetune_full", ".", "--elastic", "1:2"], "--elastic is of pretrain, not of finetune_full"),
+        (["pretrain", "pythia-14m", "--copy-every", "3"], "--copy-every is of --elastic MIN:MAX; add that"),
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
         (["generate_full", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "bnb.nf4 runs on one device only"),
         (

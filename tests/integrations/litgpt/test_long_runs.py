@@ -44,6 +44,50 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(folder, whole, 
     assert options_of(asked.split()) == options_of(["--grid", "2x1x2x1", "--max-restarts", "2", *more])
 
 
+@pytest.mark.parametrize("more", [[], pytest.param(["--sharded", "--pipeline", "2"], marks=pytest.mark.soak)], ids=str)
+def test_elastic_ranks_that_die_cost_no_file_and_no_loss(folder, whole, more):
+    """Oracle: the undisturbed run. Killed after 7 steps, the newest copy is of 6, or where that takes long of 3."""
+    out = f"elastic-{len(more)}"
+    given = ["--elastic", "4:8" if more else "2:4", "--copy-every", "3", *more]
+    outcome, state = finish(folder, out, *given, fault="SIGKILL", step=7, save=100)
+    assert outcome.ok, outcome.describe() + outcome.output
+    assert "axo litgpt: rank 1 was killed by SIGKILL; is there enough memory?; goes on with" in outcome.output
+    (start,) = map(int, re.findall(r"recovered from step (\d): agree .* s, move .* s, step .* s", outcome.output))
+    assert start in (3, 6) and "Resuming training from /dev/shm/axo-ranks-" in outcome.output
+    assert losses_of(folder, out) == pytest.approx(whole[0], abs=1e-4)
+    assert sorted(losses_of(folder, out)) == list(range(1, STEPS + 1))
+    assert more or distance(state["model"], whole[1]["model"]) < 1e-5
+
+
+def test_elastic_ranks_are_as_many_as_is_told(folder, whole):
+    """Oracle: the undisturbed run. No step is done twice. The planner's grids: of two data ranks, then of one.
+
+    LitGPT numbers what it logs by iterations, of which a step then has two.
+    """
+    given = ["--elastic", "1:4", "--copy-every", "2", "--grid", "auto", "--ranks", "4", "--machine", "perlmutter"]
+    outcome, state = finish(folder, "resized", *given, fault="2", step=4, save=100)
+    assert outcome.ok, outcome.describe() + outcome.output
+    assert "ranks said so; goes on with 2 ranks on grid " in outcome.output.replace("\n", "")
+    assert re.search(r"axo litgpt: resized from step [46]: agree", outcome.output)
+    losses = sorted(losses_of(folder, "resized").items())
+    assert [loss for _, loss in losses] == pytest.approx([whole[0][step] for step in range(1, STEPS + 1)], abs=1e-4)
+    assert losses[-1][0] == 2 * STEPS
+    assert distance(state["model"], whole[1]["model"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--elastic", "2:8"], "litgpt: elastic=2:8: grid 2x1x2x1 has 4 ranks, not 8"),
+        (["--elastic", "3:4"], "litgpt: elastic=3:4: no grid of 3 to 3 ranks fits"),
+        (["--elastic", "four"], "litgpt: elastic='four' is not MIN:MAX; use two numbers of ranks, such as 2:4"),
+    ],
+)
+def test_what_elastic_cannot_be(folder, more, message):
+    outcome, _ = finish(folder, "none", *more)
+    assert outcome.error == "ValueError" and message in outcome.message, outcome.describe()
+
+
 def options_of(words):
     return parsing.parse("pretrain", PARALLEL["pretrain"].load(), ["pythia-14m", *words]).own
 

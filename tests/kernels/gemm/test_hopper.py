@@ -205,12 +205,11 @@ def test_what_the_gate_on_flags_lets_through():
 
 
 def test_where_it_meets_a_stream_it_is_launched_with_whole_tiles_alone(monkeypatch):
-    """Else the others' default is; and the tuner tries it nowhere until a GPU has trusted it."""
+    """Else the others' default is; and the tuner tries it there."""
     from axo_kernels.comm.adapters import SoloCommunicator
     from axo_kernels.fused import segments
     from axo_kernels.fused.chunks import chunk_order
     from axo_kernels.fused.workspace import Workspace
-    from axo_kernels.gemm import tiles
     from axo_kernels.tune.choice import fused_choices, usable
 
     launched = []
@@ -251,12 +250,9 @@ def test_where_it_meets_a_stream_it_is_launched_with_whole_tiles_alone(monkeypat
     product, cuda = Product("NT", 4096, 4096, 4096, torch.bfloat16), torch.device("cuda", 0)
     choices = (SoloCommunicator(), lambda product, device: Choice("vendor", "NT"), {"windows": "no", "push": ""})
     mine = Choice("triton", "NT", HOPPER[0], "signal", 2)
-    for on in (False, True):
-        assert tiles.HOPPER_FLAGS is on and usable(mine, product, cuda) is on
-        found = fused_choices("matmul_all_reduce", product, cuda, "b", *choices)
-        grouped = {choice.config.groups for choice in found if choice.config is not None} - {""}
-        assert grouped == ({"shared", "pingpong"} if on else set())
-        monkeypatch.setattr(tiles, "HOPPER_FLAGS", True)
+    assert usable(mine, product, cuda)
+    found = fused_choices("matmul_all_reduce", product, cuda, "b", *choices)
+    assert {choice.config.groups for choice in found if choice.config is not None} == {"", "shared", "pingpong"}
 
 
 @pytest.mark.parametrize("fault", ["", "a step left out", "one element", "bias", "accumulate", "raises"])
@@ -390,30 +386,3 @@ def test_every_way_of_the_kernel_for_hopper_is_a_candidate(monkeypatch, m):
         best = plain[0]
         assert best == max(plain, key=lambda config: estimate(config, product, TARGETS[arch]))
         assert {replace(best, group_m=16), replace(best, flatten=False)} <= set(plain) or best.split_k > 1
-
-
-def test_the_default_of_a_hopper_is_the_others_until_a_gpu_has_trusted_this_one(monkeypatch):
-    """Off as committed; switched on, for what the kernel can do and no other product."""
-    from axo_kernels.gemm import matmul as products
-    from axo_kernels.gemm import tiles
-
-    launched = []
-    monkeypatch.setattr(products.devices, "target_of", lambda device: TARGETS["sm_90"])
-    monkeypatch.setattr(products.devices, "interpreted", lambda: False)
-    monkeypatch.setattr(products, "launch_grouped", lambda *given: launched.append(given[5]))
-    monkeypatch.setattr(products, "_prepared", lambda *given: lambda *tensors: launched.append(None))
-
-    def chosen(m=4096, n=4096, dtype=torch.bfloat16, **epilogue):
-        a, b = torch.empty(m, 64, dtype=dtype), torch.empty(64, n, dtype=dtype)
-        out = torch.empty(m, n, dtype=torch.float32 if epilogue.get("accumulate") else dtype)
-        product = products.product_of(a, b, "NN")
-        products._launch(a, b, out, None, product, products.Epilogue(**epilogue), None)
-        return launched.pop()
-
-    assert tiles.HOPPER_DEFAULT is None and chosen() is None
-    monkeypatch.setattr(tiles, "HOPPER_DEFAULT", HOPPER[0])
-    assert chosen() == HOPPER[0] == chosen(bias=torch.empty(4096)) and chosen(dtype=torch.float16) == HOPPER[0]
-    assert chosen(accumulate=True) == accumulating(HOPPER[0])
-    assert chosen(activation="gelu") is None and chosen(m=256, n=256) is None, "few tiles: K is cut"
-    monkeypatch.setattr(products.devices, "target_of", lambda device: TARGETS["sm_100"])
-    assert chosen() is None

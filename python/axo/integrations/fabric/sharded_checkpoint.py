@@ -26,6 +26,7 @@ from axo.checkpoint.folder import is_checkpoint, whole_file
 from axo.checkpoint.stored import read_plain
 from axo.checkpoint.writer import OfFirst
 from axo.comm.connect import Communicators
+from axo.offload import OffloadedAdamW
 
 MODEL_FILE = "lit_model.pth"
 
@@ -43,6 +44,16 @@ def save(path: Any, state: dict[str, Any], comms: Communicators) -> None:
         axo.checkpoint.CheckpointError: Writing failed; on every rank.
     """
     path = Path(path).absolute()
+    _begin(path.parent, state, comms, name=path.name)
+
+
+def begin_copy(folder: Path, state: dict[str, Any], comms: Communicators, step: int, **how: Any) -> checkpoint.Save:
+    """Begin to write ``folder/step-NNNNNNNN``, in the place of the one before; otherwise as :func:`save`."""
+    offloaded = isinstance(_one(state, Optimizer, "optimizer"), OffloadedAdamW)  # there is no room for a copy of it
+    return _begin(folder, state, comms, step=step, keep=1, async_=not offloaded, **how)
+
+
+def _begin(folder: Path, state: dict[str, Any], comms: Communicators, **how: Any) -> checkpoint.Save:
     module, optimizer = _one(state, nn.Module, "module"), _one(state, Optimizer, "optimizer")
     if module is None:
         raise ValueError("checkpoint: a sharded checkpoint holds a module, and this state has none; save it whole")
@@ -51,7 +62,7 @@ def save(path: Any, state: dict[str, Any], comms: Communicators) -> None:
     names = {"module": _name(state, module), "optimizer": _name(state, optimizer)}
     # Of the ranks of a data rank only one reads the data and knows where the run stands.
     extra = OfFirst(names=names, values=values) if comms.everyone.rank == 0 else OfFirst()
-    checkpoint.save(path.parent, module, optimizer, name=path.name, extra=extra, comms=comms)
+    return checkpoint.save(folder, module, optimizer, extra=extra, comms=comms, **how)
 
 
 def load(path: Any, state: dict[str, Any] | nn.Module, strict: bool, comms: Communicators) -> dict[str, Any]:

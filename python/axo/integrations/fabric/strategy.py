@@ -74,6 +74,7 @@ from axo.nn.context import check_kind
 from axo.nn.layer import is_parallel, refuse_context
 from axo.optim.checks import check_update
 from axo.pipeline import check_microbatches
+from axo.plans.context import has_whole_sequences
 from axo.sharding import cut_sequence
 
 COUNTS = ("ranks", "data")
@@ -362,11 +363,11 @@ class AxoStrategy(DDPStrategy):
         options: dict[str, Any] = {"gather_logits": not self.vocab_loss, "zero": self.zero, "offload": self.offload}
         if self.context > 1:
             options["context"] = self.context_kind
-            module.register_forward_pre_hook(partial(_cut_tokens, self.comms))
+            module.register_forward_pre_hook(partial(_cut_tokens, self.comms), with_kwargs=True)
         axo.parallelize(module, self.comms, plan=self.plan, algorithm=self.arrangement.name, **options)
         if self.vocab_loss:
             head: Any = module.get_submodule("lm_head")
-            self._columns = head.out_features
+            self._columns = head.out_features_whole
             module.register_forward_pre_hook(partial(_gather_unless_training, head))
         if self.pipeline > 1:
             context = self._forward_context
@@ -556,8 +557,10 @@ class _NoSync(_BackwardSyncControl):
         return axo.no_sync(module) if enabled and stages_of(module) is None else nullcontext()
 
 
-def _cut_tokens(comms: Communicators, module: nn.Module, inputs: Any) -> Any:
-    return cut_sequence(inputs[0], comms), *inputs[1:]
+def _cut_tokens(comms: Communicators, module: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+    if has_whole_sequences(inputs, named):
+        return None
+    return (cut_sequence(inputs[0], comms), *inputs[1:]), named
 
 
 def _gather_unless_training(head: Any, model: nn.Module, inputs: Any) -> None:

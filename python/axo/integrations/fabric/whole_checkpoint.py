@@ -131,12 +131,12 @@ def local_optimizer_state(
         for key, value in saved.get(numbers[name], {}).items():
             if isinstance(value, torch.Tensor) and value.dim() and placement is not None:
                 lies = placement.state  # with ZeRO cut over data too
-                if tuple(value.shape) not in (lies.global_shape, lies.local_shape()):
+                if tuple(value.shape) not in (lies.whole_shape, lies.local_shape()):
                     raise ValueError(
                         f"checkpoint: {key!r} of parameter {name} to load into {type(optimizer).__name__} has shape"
-                        f" {tuple(value.shape)}, and the parameter has {lies.global_shape}"
+                        f" {tuple(value.shape)}, and the parameter has {lies.whole_shape}"
                     )
-                value = lies.take(value) if tuple(value.shape) == lies.global_shape else value
+                value = lies.take(value) if tuple(value.shape) == lies.whole_shape else value
             local.setdefault(index, {})[key] = value.clone() if isinstance(value, torch.Tensor) else value
     groups = whole["param_groups"]
     if stages is not None:

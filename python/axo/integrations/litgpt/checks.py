@@ -36,6 +36,7 @@ _LOGGERS = {
     "mlflow": (("mlflow", "mlflow_skinny"), "mlflow"),
 }
 _FOR_TRAINING = {"--goldfish", "--sharded", "--vocab-loss", "--max-restarts", "--allow-new-data", "--offload"}
+_OF_LITDATA = {"NoneType", "LitData", "MicroLlama", "OpenWebText", "TextFiles", "TinyLlama"}  # of LitGPT's data modules
 _FOR_RESUMING = {  # why those that cannot resume do not take them
     "--max-restarts": "it cannot resume, so a run started again would begin anew",
     "--allow-new-data": "it cannot resume",
@@ -80,6 +81,8 @@ def _check(name: str, parsed: Parsed, rank: Rank | None) -> None:
         parsed.own = auto_grid.choose(parsed, rank)
     asked, values = parsed.own, parsed.values
     if rank is not None:
+        if asked.elastic:
+            raise ValueError(f"litgpt: --elastic {asked.elastic} starts its own ranks; leave torchrun or srun out")
         check_ranks("litgpt", asked.chosen_grid, asked.pipeline, rank.world_size)
     if command.trains:
         # From a configuration file; one that a run on this grid has saved names the data ranks.
@@ -100,11 +103,28 @@ def _check(name: str, parsed: Parsed, rank: Rank | None) -> None:
         _check_data(values)
 
 
+def check_grid(parsed: Parsed, asked: Options) -> None:
+    """Refuse a grid of ``asked`` on which the run cannot go on.
+
+    Raises:
+        ValueError: Model, batch or data do not fit.
+    """
+    asked.check()
+    strategy_of(asked)
+    _check_model(parsed.model, asked)
+    _check_batch(parsed.values["train"], asked)
+    ranks, data = parsed.own.data_ranks, type(parsed.values["data"]).__name__
+    if data in _OF_LITDATA and asked.data_ranks != ranks:
+        raise ValueError(f"{data} reads with litdata, which goes on with the same data ranks only: z*data={ranks}")
+
+
 def _check_options(name: str, command: Command, options: Options) -> None:
     """Refuse options of Axo's that the command has no use for."""
     if not command.stages and options.pipeline > 1:
         able = ", ".join(other for other, each in PARALLEL.items() if each.stages)
         raise ValueError(f"litgpt: --pipeline is not for {name}; in stages run {able}")
+    if options.elastic and name != "pretrain":
+        raise ValueError(f"litgpt: --elastic is of pretrain, not of {name}; leave it out")
     if options.context > 1 and not (command.trains and command.stages):
         raise ValueError(
             f"litgpt: --context is of pretrain, finetune_full and finetune_lora: {name} reads caches, or a prompt"

@@ -46,11 +46,6 @@ def run(arguments: list[str]) -> None:
         raise ValueError(f"litgpt: {name} wants {package}, which is not installed; pip install 'axo[{extra}]'")
     for option in sorted(words & {"--devices", "--num_nodes"}):
         raise ValueError(f"litgpt: {option} is what the grid says; leave it out")
-    if "--elastic" in words:
-        raise ValueError(
-            "litgpt: --elastic is of axo train; here --max-restarts N starts lost ranks again, on the same grid and"
-            " from the newest checkpoint (--train.save_interval)"
-        )
     parsed = checks.read(name, arguments, asked=bool(own))
     if parsed is None:
         _stock(name, arguments)

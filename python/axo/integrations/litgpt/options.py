@@ -29,6 +29,7 @@ KINDS: dict[Any, str] = {
 _NUMBERS: dict[str, Any] = {
     "ranks": PositiveInt,
     "max_restarts": NonNegativeInt,
+    "copy_every": PositiveInt,
     "pipeline": PositiveInt,
     "context": PositiveInt,
     "microbatches": PositiveInt,
@@ -52,6 +53,10 @@ class Options:
     """The same loss in training, of logits of a few rows at a time, or at least split over x: less memory."""
     max_restarts: int = 0
     """Start the ranks again, from the newest checkpoint, when one was lost; at most so many times."""
+    elastic: str = ""
+    """MIN:MAX, of pretrain: go on with fewer ranks when one dies, and with as many as OUT_DIR/ranks says."""
+    copy_every: int = 10
+    """With --elastic: steps between copies of the state in memory; default: 10."""
     goldfish: tuple[int, int] | None = None
     """K,H: leave one of K tokens out of the training loss, chosen by the H tokens before it."""
     pipeline: int = 1
@@ -97,6 +102,10 @@ class Options:
                 raise ValueError(
                     f"litgpt: {name_of(each)} {value} is of pipeline stages; add --pipeline N, or leave it out"
                 )
+        if self.copy_every != Options.copy_every and not self.elastic:
+            raise ValueError("litgpt: --copy-every is of --elastic MIN:MAX; add that, or leave it out")
+        if self.elastic and self.max_restarts:
+            raise ValueError("litgpt: --elastic goes on by itself, from memory; leave --max-restarts out")
         check_kind("litgpt", self.context_kind)
         if self.context == 1 and self.context_kind != "ring":
             raise ValueError(f"litgpt: --context-kind {self.context_kind} is of --context N; add that, or leave it out")

@@ -39,17 +39,24 @@ from axo.integrations.fabric.step_agreement import StepAgreement
 from axo.integrations.litgpt import evaluating, run_folder
 from axo.integrations.litgpt.conversation import Lines
 from axo.integrations.litgpt.options import Options
-from axo.launch import Rank, Termination
+from axo.launch import Interrupted, Rank, Termination
 from axo.nn.generator import source_generator
 from axo.nn.goldfish import goldfish_mask
 from axo.nn.quantize import quantize
 from axo.optim.muon import muon_groups
 from axo.overlap.no_sync import token_weight
 from axo.sharding import cut_sequence
+from axo.train.config import TrainConfig
+from axo.train.copies import RankCopies
+from axo.train.elastic import StateCopies
 
 
 class Stopped(Exception):
-    """The run ended on request, and what it saved is named."""
+    """The run ended on request, and what it saved is named; or its ranks did, and it goes on on so many ``ranks``."""
+
+    def __init__(self, words: str, ranks: int = 0) -> None:
+        super().__init__(words)
+        self.ranks = ranks
 
 
 class _StopTraining(Exception):
@@ -71,6 +78,7 @@ class LitGPTRun:
         strategy: The strategy of the run's Fabric, once there is one.
         quantized: What linear layers are quantized to, such as "nf4"; "": they are not.
         max_time: Seconds that training may take; None: any.
+        elastic: With ``--elastic``: the run, and where copies of its state lie; ``copies``: this rank's.
         fabric, figures, loop: Once the loop has begun; ``loop`` is what its function was given.
     """
 
@@ -82,9 +90,12 @@ class LitGPTRun:
     strategy: Any = None  # a LitGPTStrategy
     quantized: str = ""
     max_time: float | None = None
+    elastic: tuple[TrainConfig, StateCopies] | None = None
+    copies: RankCopies | None = None
     fabric: Any = None
     figures: Any = None  # a Figures
     loop: dict[str, Any] = field(default_factory=dict)
+    _done: int = 0  # steps
     _first: tuple[int, float] = (sys.maxsize, 0.0)  # the step that was logged first, and when
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -96,6 +107,13 @@ class LitGPTRun:
             self.max_time = options["train"].max_time or None
         if "train" in options:
             options["train"] = self.strategy.train = replace(options["train"], max_time=None)
+        if self.elastic is not None:
+            self.elastic[1].mark("agree")
+            self.copies = RankCopies(
+                *self.elastic, self.strategy.comms, lambda *where: self.strategy.begin_copy(self.loop["state"], *where),
+                lambda: self.termination is not None and self.termination.asked,
+            )  # fmt: skip
+            self.copies.complete(options["resume"] or None)
         return self.setup(stock, **options)
 
     def setup(self, stock: Callable[..., Any], *args: Any, quantize: str | None = None, **options: Any) -> Any:
@@ -114,8 +132,13 @@ class LitGPTRun:
         if hasattr(self.module, "save_lora_checkpoint"):
             options["fabric"] = _EveryRankIsFirst(self.fabric)
         before, since = options.get("state", {}).get("iter_num", 0), time.perf_counter()
+        if self.copies is not None:
+            self._done = int(options["state"]["step_count"])
+            self.copies.loaded(self._done)
         try:
             result = stock(**options)
+            if self.copies is not None:
+                self.copies.wait()
             if self.module.__name__ == "litgpt.pretrain":
                 state, train = options["state"], options["train"]
                 tokens = (state["iter_num"] - before) * train.micro_batch_size * state["model"].max_seq_length
@@ -124,6 +147,12 @@ class LitGPTRun:
             return result
         except _StopTraining:
             by = "SIGTERM"
+            if self.copies is not None:
+                self.copies.wait()
+                if self.copies.resizes and self.termination is not None and self.termination.asked:
+                    raise Interrupted(self.termination.number) from None  # this rank alone, and late
+                if self.copies.resizes:
+                    raise Stopped("", self.copies.next.ranks if self.copies.next is not None else 0) from None
             if self.termination is not None:
                 self.termination.tell_lost()
                 by = self.termination.by
@@ -131,6 +160,17 @@ class LitGPTRun:
         then = resumes if "state" in options else "adapters only, from which LitGPT does not resume a run"
         done, checkpoint, _ = self._progress(options)
         raise Stopped(f"stopped by {by} after step {done}; saved {checkpoint}; {then}")
+
+    def _resizes(self) -> bool:
+        """Between two batches: begin a copy, if it is time. Whether these ranks end, as the run goes on on others."""
+        done = int(self.loop["state"]["step_count"])
+        if self.copies is None or done == self._done:
+            return False
+        self._done = done
+        if line := self.copies.first_step(done):
+            parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in line["seconds"].items())
+            self.fabric.print(f"axo litgpt: {line['kind']} from step {line['start']}: {parts}")
+        return self.copies.after(done)
 
     def _progress(self, options: dict[str, Any]) -> tuple[int, Path | None, int]:
         """The steps that are done, and the newest checkpoint with its step."""
@@ -284,10 +324,7 @@ class LitGPTRun:
         stock(**options)
 
     def generate_example(self, stock: Callable[..., Any], fabric: Any, *args: Any, **options: Any) -> Any:
-        """All ranks, from one generator state, or they choose other tokens; in a context none."""
-        if fabric.strategy.context > 1:
-            fabric.print("no example is generated: ranks that share sequences have no cache of keys")
-            return None
+        """All ranks, from one generator state, or they choose other tokens."""
         random.setstate(fabric.broadcast(random.getstate()))  # chooses the example, where litgpt was asked to
         with source_generator(fabric.strategy.comms, fabric.device, all_stages=True):
             return stock(fabric, *args, **options)
@@ -360,7 +397,7 @@ class _Batches:
 
     def __next__(self) -> Any:
         run = self._run
-        if run.agreement.stop:
+        if run.agreement.stop or (run.copies is not None and run._resizes()):
             raise _StopTraining
         try:
             batch = next(self._batches)

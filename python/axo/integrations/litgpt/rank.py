@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +22,21 @@ from axo.integrations.litgpt.parsing import Parsed
 from axo.integrations.litgpt.patches import LitGPTRun, Stopped, patched
 from axo.integrations.litgpt.strategy import strategy_of
 from axo.launch import Rank, Termination, set_threads
+from axo.train.config import TrainConfig
+from axo.train.elastic import StateCopies
 
 
-def start(parsed: Parsed, again: bool) -> None:
-    """Call LitGPT's function with what was parsed, from its newest checkpoint where a run goes on by itself."""
+def start(parsed: Parsed, again: bool, copy: str | None = None) -> None:
+    """Call LitGPT's function with what was parsed, from its newest checkpoint where a run goes on by itself.
+
+    ``copy``: from this one in memory.
+    """
     options = dict(parsed.values)
     wanted, initial = options.get("resume"), options.get("initial_checkpoint_dir")
     by_itself = wanted in (True, "auto")
-    if "resume" in options and (again or (by_itself and initial is None)):  # LitGPT refuses both
+    if copy is not None:
+        options |= {"resume": Path(copy), "initial_checkpoint_dir": None}
+    elif "resume" in options and (again or (by_itself and initial is None)):  # LitGPT refuses both
         # LitGPT would take other runs' below the folder too.
         newest = run_folder.newest(options["out_dir"])
         if newest is not None and initial is not None:
@@ -38,9 +46,10 @@ def start(parsed: Parsed, again: bool) -> None:
 
 
 def run(
-    name: str, options: Options, begin: Callable[[bool], Any], hyperparameters: str, local: bool, restart: int
-) -> None:
-    """Run a command on this rank.
+    name: str, options: Options, begin: Callable[[bool], Any], hyperparameters: str, local: bool, restart: int,
+    elastic: tuple[TrainConfig, StateCopies] | None = None,
+) -> int:  # fmt: skip
+    """Run a command on this rank. Returns how many ranks it goes on with, as rank 0 was told; 0: it has ended.
 
     Args:
         name, options: The command, and what was asked of Axo.
@@ -48,6 +57,7 @@ def run(
         hyperparameters: LitGPT's options, as it writes them.
         local: The ranks were started here, so they share this program's output.
         restart: How often the ranks were started before.
+        elastic: The run, and where its ranks leave copies of their state; None: they do not.
 
     Raises:
         ValueError: LitGPT ended with an exit code.
@@ -87,18 +97,22 @@ def run(
         if command.trains:
             termination = stack.enter_context(Termination())
             this.agreement, this.termination = StepAgreement(lambda: termination.asked), termination
+            this.elastic = elastic
         elif not command.launches:
             os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
+        ranks = 0
         try:
             begin(restart > 0)
         except Stopped as stopped:
-            if rank.rank == 0:
+            ranks = stopped.ranks
+            if rank.rank == 0 and str(stopped):
                 print(f"axo litgpt: {stopped}", flush=True)
         except SystemExit as stop:
             if stop.code:
                 raise ValueError(f"litgpt: {name} ended with exit code {stop.code}; its message is above") from None
     if this.strategy is not None and this.strategy.comms is not None:
         this.strategy.comms.close()
+    return ranks
 
 
 def protect() -> None:

@@ -14,13 +14,18 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from axo.integrations.litgpt import conversation, run_folder
+from axo.integrations.litgpt import checks, conversation, run_folder
 from axo.integrations.litgpt.commands import PARALLEL
+from axo.integrations.litgpt.options import Options
 from axo.integrations.litgpt.parsing import Parsed
 from axo.launch import Rank, RankFailed, launch_local
+from axo.train import elastic
+from axo.train.config import TrainConfig
+from axo.train.models import count_parameters
 
 # Imported once, before local ranks are forked, instead of by each of them.
 _USED_BY_RANKS = ("axo.checkpoint.reader", "axo.checkpoint.writer", "axo.parallelization", "axo.plans.litgpt.plan")
@@ -52,13 +57,54 @@ def start(parsed: Parsed) -> None:
         if rank is not None:
             of_rank.run(*given, int(launch.again))
             return
+        if options.elastic:
+            _run_elastic(parsed)
+            return
         if parsed.command == "chat":
             conversation.keep_input()
         times, ends = options.max_restarts, command.trains
         run(of_rank.run, options.ranks_in_all, *given, max_restarts=times, terminate=ends)
 
 
-def run(function: Callable[..., None], ranks: int, *args: Any, max_restarts: int, terminate: bool) -> None:
+@dataclass(frozen=True)
+class _ElasticRun(TrainConfig):
+    """What ``axo.train.elastic`` asks of a run of litgpt's: ranks, grid, folder."""
+
+    owner: ClassVar[str] = "litgpt"
+
+
+def _run_elastic(parsed: Parsed) -> None:
+    """As ``axo train --elastic`` on one host; the global batch is LitGPT's, of which data ranks accumulate their parts.
+
+    Raises:
+        ValueError: Not what ``--elastic`` can be.
+        RankFailed: A rank had an error, or too few ranks are left.
+    """
+    from axo.integrations.litgpt import rank as of_rank
+
+    options, model = parsed.own, parsed.model
+    config = _ElasticRun(
+        grid=options.chosen_grid, pipeline=options.pipeline, elastic=options.elastic, copy_every=options.copy_every,
+        out=str(run_folder.out_folder(parsed.values["out_dir"])),
+    )  # fmt: skip
+
+    def asked(run: TrainConfig) -> Options:
+        return replace(options, grid=run.grid, ranks=0, machine="", elastic="", copy_every=Options.copy_every)
+
+    def start(launches: elastic.Launches, copies: elastic.StateCopies) -> int:
+        own = asked(launches.config)
+        parsed.litgpt.devices = parsed.values["devices"] = own.data_ranks
+        begin = partial(of_rank.start, parsed, copy=launches.config.resume)
+        given = parsed.command, own, begin, parsed.as_yaml(), True, int(copies.event != ""), (launches.config, copies)
+        return launch_local(of_rank.run, launches.ranks, *given, terminate=True, noted=copies.signals)
+
+    on_ranks = partial(elastic.nearest, config, check=lambda run: checks.check_grid(parsed, asked(run)))
+    element = 2 if parsed.values["precision"] == "bf16-true" else 4
+    elastic.check(config, on_ranks, 0 if model is None else 3 * element * count_parameters(model))
+    elastic.run(config, on_ranks, start)
+
+
+def run(function: Callable[..., Any], ranks: int, *args: Any, max_restarts: int, terminate: bool) -> None:
     """Call ``function(*args, start)`` on ``ranks`` new local ranks; ``start`` counts from 0.
 
     Args:

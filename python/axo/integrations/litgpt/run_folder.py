@@ -49,7 +49,7 @@ def hold(
         ValueError: Another process holds the folder (names it); or there are checkpoints of an earlier run from which
             this one does not go on; or it would go on with another order of the data.
     """
-    folder = _folder(values["out_dir"])
+    folder = out_folder(values["out_dir"])
     asked = values.get("resume", False)
     # An earlier run's checkpoints: it goes on, or is refused below; either way the folder stays that run's.
     run = Run(folder, resume=bool(asked) or again or (resumes and bool(_steps(folder))))
@@ -71,7 +71,7 @@ def hold(
 
 def newest(out_dir: Any, files: str = "*.pth") -> Path | None:
     """The checkpoint from which a run goes on by itself; or the newest of other ``files``, which hold adapters."""
-    return next((path for _, path in reversed(_steps(_folder(out_dir), files)) if is_saved(path)), None)
+    return next((path for _, path in reversed(_steps(out_folder(out_dir), files)) if is_saved(path)), None)
 
 
 def is_saved(path: Path) -> bool:
@@ -79,7 +79,8 @@ def is_saved(path: Path) -> bool:
     return path.exists() and _left(path.parent.parent).get(path.parent.name) != path.stat().st_mtime_ns
 
 
-def _folder(out_dir: Any) -> Path:
+def out_folder(out_dir: Any) -> Path:
+    """Where LitGPT puts a run of that ``out_dir``."""
     from litgpt.utils import init_out_dir
 
     return init_out_dir(out_dir)

@@ -11,8 +11,7 @@ Checkpoints of LitGPT's own say so in the ``hyperparameters.yaml`` beside them.
 
 ``vocab_loss`` goes further here, where the loop is known: in training the model gives what its head takes, and the loss
 makes the logits of a few rows at a time (``axo.nn.linear_cross_entropy``). Where the head cannot (Tesseract, fp16 with
-a scaler, torch.compile) logits are split over x; so they are of finetune_lora and finetune_adapter_v2, whose head is
-wrapped, adapted or not.
+a scaler, torch.compile) logits are split over x.
 """
 
 from __future__ import annotations
@@ -28,8 +27,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities.data import has_iterable_dataset
+from lightning.fabric.wrappers import _unwrap_objects
 from torch import nn
 
+from axo.checkpoint import Save
+from axo.checkpoint.mirrors import Mirrors
+from axo.integrations.fabric import sharded_checkpoint
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
 from axo.integrations.fabric.strategy import AxoStrategy
 from axo.integrations.litgpt.options import Options
@@ -37,6 +40,7 @@ from axo.integrations.litgpt.parsing import read_yaml
 from axo.nn.linear_loss import linear_cross_entropy, misfit, without_head
 from axo.offload import Offload
 from axo.perf import cut
+from axo.plans.context import has_whole_sequences
 
 _SAMPLES = "samples_per_iteration"
 
@@ -88,7 +92,7 @@ class LitGPTStrategy(AxoStrategy):
             output = [output] if lm_head_chunk_size else output
         else:
             output = plain(*args, lm_head_chunk_size=lm_head_chunk_size, **options)
-        if self.shifts_labels:
+        if self.shifts_labels and not has_whole_sequences(args, options):
             more = output[-1][:, :1] if lm_head_chunk_size else None
             output = F.pad(output, (0, 0, 0, 1)) if more is None else [*output, more]
         return output
@@ -134,9 +138,15 @@ class LitGPTStrategy(AxoStrategy):
         )
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
-        if "iter_num" in state:
-            state = {**state, _SAMPLES: self._samples()}
-        super().save_checkpoint(path, state, *args, **options)
+        super().save_checkpoint(path, self._counted(state), *args, **options)
+
+    def begin_copy(self, state: dict[str, Any], folder: Path, mirrors: Mirrors | None) -> Save:
+        """Begin a copy of a run's state in ``folder`` (``sharded_checkpoint``)."""
+        counted = self._counted(_unwrap_objects(state))
+        return sharded_checkpoint.begin_copy(folder, counted, self.comms, int(state["step_count"]), mirrors=mirrors)
+
+    def _counted(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, _SAMPLES: self._samples()} if "iter_num" in state else state
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **options: Any) -> dict[str, Any]:
         """As in AxoStrategy; counts what was trained in iterations of this run.

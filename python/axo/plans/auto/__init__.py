@@ -6,6 +6,7 @@ families       tables of attention: Hugging Face's plans, classes, forms
 attention      splits attention by heads, as its table says
 regions        which activations may stay split between other layers, by tracing
 decide         which layer is normal, which transposed, which stays whole
-experts        mixtures of experts: all ranks call them all
+experts        mixtures of experts that are modules: all ranks call them all
+stacked_experts    those whose weights lie in one tensor
 agreement      what ranks with other rows must have alike, compared in steps
 """

@@ -46,6 +46,7 @@ from axo.plans.auto.experts import EveryExpert, SpreadBlock, WholeBalance, is_mi
 from axo.plans.auto.hugging_face import refuse_resizing
 from axo.plans.auto.patterns import overrides
 from axo.plans.auto.regions import find_regions
+from axo.plans.auto.stacked_experts import StackedExperts, is_stack, unfit
 from axo.plans.experts import holders, mixtures
 from axo.plans.replace import Replacer, check_no_hooks
 from axo.plans.report import LayerPlan, PlanReport
@@ -84,7 +85,11 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str], *, chunked
     if chunked_loss and model.lm_head not in split:
         raise Refused("parallelize: chunked_loss=True: the head stays serial on every rank; leave it out")
     spread = holders(model, comms)
+    stacks = {name: module for name, module in model.named_modules() if is_stack(module)}
+    whole_stacks = {module: why for module in stacks.values() if (why := unfit(module, grid, arrangement.name))}
     _check_spread(model, spread, candidates)
+    if comms.experts.size > 1 and whole_stacks:
+        raise Refused(f"parallelize: experts={comms.experts.size}: {next(iter(whole_stacks.values()))}")
     for candidate in candidates:
         if candidate.module in spread:
             candidate.decided.options["holders"] = spread[candidate.module]
@@ -94,13 +99,19 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str], *, chunked
     became = {module: model.get_submodule(names[module]) for module in (*[c.module for c in candidates], *inside)}
     for module in list(model.modules()):  # a layer may be known under several names
         module._modules.update({name: became[child] for name, child in module._modules.items() if child in became})
+    for name, module in stacks.items():
+        if module not in whole_stacks:
+            (parent, _, child), reduce = name.rpartition("."), replacer.grad_reduce
+            new = StackedExperts(module, comms=comms, grad_reduce=reduce, name=name)
+            replacer.put(model.get_submodule(parent), child, new)
+            report.layers.append(new.line(type(module).__name__))
     for head, table in heads.items():
         model.get_submodule(head.name).weight = model.get_submodule(table.name).weight
     for module, attention in attentions.items():
         attention.install(module, names[module], comms, replacer.grad_reduce)
     for name, module in list(model.named_modules()):
         if not isinstance(module, ParallelLayer):
-            report.layers += _left_whole(name, module) if module not in listed else []
+            report.layers += _left_whole(name, module, whole_stacks.get(module)) if module not in listed else []
             replicate(module, comms, replacer.grad_reduce)
         if is_mixture(module) and spread:
             SpreadBlock(module, comms, replacer.grad_reduce)
@@ -300,10 +311,10 @@ def _line(candidate: SplitCandidate, grid: Grid, arrangement: Arrangement) -> La
     )
 
 
-def _left_whole(name: str, module: nn.Module) -> list[LayerPlan]:
-    """The row of a module of no known kind whose own weights are large: since transformers 5, all experts in one."""
+def _left_whole(name: str, module: nn.Module, reason: str | None) -> list[LayerPlan]:
+    """The row of a module of no known kind whose own weights are large, such as experts in one that stay so."""
     for own, weight in module.named_parameters(recurse=False):
-        why = f"{own} has {weight.ndim} dimensions: such weights stay whole on every rank"
+        why = reason or f"{own} has {weight.ndim} dimensions: such weights stay whole on every rank"
         if isinstance(module, nn.Linear):
             why = "its class is not torch.nn.Linear itself"
         elif weight.ndim < 3 or min(weight.shape) == 1:

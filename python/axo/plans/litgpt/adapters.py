@@ -28,6 +28,7 @@ from torch import nn
 from axo.matmul import cost
 from axo.nn import Features
 from axo.nn.layer import ParallelLayer
+from axo.nn.linear_loss import Beside
 from axo.nn.replicated import reduce_gradient
 from axo.overlap.engine import Exchange
 from axo.placement import Placement, chunk_bounds
@@ -195,6 +196,10 @@ class AroundLinear(ParallelLayer):
         """The placements of the own parameters, which lie as the features of the layer do."""
         raise NotImplementedError
 
+    def beside(self, rows: torch.Tensor) -> Beside:
+        """What it adds to the rows ``(rows, in_features/Gin)`` of a head, for a loss that makes their logits."""
+        raise NotImplementedError
+
     @property
     def _out_axes(self) -> tuple[str, ...]:
         return (self.out_axis,) if self.out_axis else ()
@@ -211,6 +216,9 @@ class AroundLinear(ParallelLayer):
 class ScaledLinear(AroundLinear, _OwnParameters, AdapterV2Linear):
     """``litgpt.adapter_v2.AdapterV2Linear`` around an :class:`axo.nn.Linear`."""
 
+    adapter_bias: nn.Parameter
+    adapter_scale: nn.Parameter
+
     def _place(self, old: Any) -> dict[str, Placement]:
         out = (old.linear.out_features,)
         placement = Placement(out, (self._out_axes,), self.out_blocks, self.comms, self.out_copies)
@@ -222,3 +230,6 @@ class ScaledLinear(AroundLinear, _OwnParameters, AdapterV2Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._gather_if_asked(AdapterV2Linear.forward(self, x))
+
+    def beside(self, rows: torch.Tensor) -> Beside:
+        return Beside(shift=self.adapter_bias, scale=self.adapter_scale)

@@ -17,7 +17,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from axo.comm.connect import Communicators
+from axo.nn.context import pad
 from axo.plans.gradient import SumGradient
 
 # Layer -> options of the parallel layer that takes its place.
@@ -28,6 +31,16 @@ LINEARS: dict[str, dict[str, Any]] = {
     "kv_b_proj": {"scatter_input": True},
     "proj": {"transposed": True},
 }
+
+
+def attend(
+    stock: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """LitGPT's ``scaled_dot_product_attention``, for which a CPU has an operator where values are as wide as keys; for
+    others torch writes all scores out."""
+    wide = pad(v, q.shape[-1], -1) if q.is_cpu else v
+    output: torch.Tensor = stock(q, k, wide, mask)
+    return output[..., : v.shape[-1]]
 
 
 def sum_shared_gradient(attention: Any, comms: Communicators) -> None:

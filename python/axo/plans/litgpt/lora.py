@@ -6,7 +6,7 @@ With (in, out) the axes of the layer's features, A is split over in like the fea
 O; the axes that split rows replicate both, for they are small. So
 
     forward    mid = all-reduce_in(I @ A^T)      [m, r], whole on every rank;   O += mid @ B^T
-    backward   d mid = all-reduce_out(dO @ B)    behind it dB;   then dA = d mid^T @ I and dI += d mid @ A
+    backward   d mid = all-reduce_out(dO @ B)    then dA = d mid^T @ I and dI += d mid @ A
                dA and dB are reduced over z and data (Tesseract's: and x)
 
 A fused projection of queries, keys and values has an adapter for each of those that are enabled: rows of A one after
@@ -23,6 +23,7 @@ import itertools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from litgpt.lora import LoRALinear, LoRAQKVLinear
 from torch import nn
 
@@ -31,7 +32,9 @@ from axo.matmul.product import no_autocast, refuse_create_graph
 from axo.matmul.products import compute_dtype
 from axo.nn import Dropout, Features, Linear
 from axo.nn.layer import ParallelLayer
+from axo.nn.linear_loss import Beside
 from axo.overlap.autograd import SKIP, wanted
+from axo.overlap.engine import Exchange
 from axo.placement import Placement
 from axo.plans.litgpt.adapters import AroundLinear, own_gradients
 from axo.plans.replace import Replacer
@@ -79,19 +82,30 @@ class AdaptedLinear(AroundLinear, LoRALinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self.linear(x)
         if self.placements and not self.merged:
-            output = output + _Adapt.apply(self.lora_dropout(x), self.lora_A, self.lora_B, self)
+            mid, added, first, row = self._mid(x), [], 0, 0
+            factor = self._factor().to(mid.dtype)
+            for width, on in zip(self.widths, self.enable_lora, strict=True):
+                if on:
+                    added.append(F.linear(mid[..., first : first + self.r], factor[row : row + width]))
+                    first, row = first + self.r, row + width
+                else:
+                    added.append(mid.new_zeros(*mid.shape[:-1], width))
+            output = output + (torch.cat(added, -1) if len(added) > 1 else added[0])
         return self._gather_if_asked(output)
 
-    def pieces(self) -> list[tuple[slice, slice, slice]]:
-        """Of each block that has an adapter: its columns of the output and of ``mid``, and its rows of B."""
-        pieces: list[tuple[slice, slice, slice]] = []
-        column = first = row = 0
-        for width, on in zip(self.widths, self.enable_lora, strict=True):
-            if on:
-                pieces.append((slice(column, column + width), slice(first, first + self.r), slice(row, row + width)))
-                first, row = first + self.r, row + width
-            column += width
-        return pieces
+    def beside(self, rows: torch.Tensor) -> Beside:
+        """What the adapter adds to the rows of a head."""
+        return Beside(self._mid(rows), self._factor()) if self.placements and not self.merged else Beside()
+
+    def _mid(self, x: torch.Tensor) -> torch.Tensor:
+        """``(..., in/Gin) -> (..., r)``, whole on every rank."""
+        mid: torch.Tensor = _Down.apply(self.lora_dropout(x), self.lora_A, self)
+        return mid
+
+    def _factor(self) -> torch.Tensor:
+        """B, scaled, of which this rank's gradient is reduced behind it."""
+        factor: torch.Tensor = _Reduced.apply(self.lora_B, self.exchanges[1]) * self.scaling
+        return factor
 
     @torch.no_grad()
     def get_lora_AB(self) -> torch.Tensor:
@@ -150,48 +164,44 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class _Adapt(torch.autograd.Function):
+class _Down(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layer: AdaptedLinear) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, layer: AdaptedLinear) -> torch.Tensor:
         dtype = compute_dtype(x)
         rows = x.to(dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
-        of_a, _ = layer.exchanges
         with no_autocast(x.device):
-            mid = of_a.reduce(rows @ a.to(dtype).t(), layer.in_axis)
-            output = rows.new_zeros(rows.shape[0], sum(layer.widths))
-            for columns, of_mid, rows_of_b in layer.pieces():
-                output[:, columns] = mid[:, of_mid] @ b[rows_of_b].to(dtype).t() * layer.scaling
-        ctx.save_for_backward(rows, a, b, mid)
-        ctx.layer, ctx.dtype, ctx.shape, ctx.input_dtype = layer, dtype, x.shape, x.dtype
-        return output.view(*x.shape[:-1], output.shape[-1])
+            mid = layer.exchanges[0].reduce(rows @ a.to(dtype).t(), layer.in_axis)
+        ctx.save_for_backward(rows, a)
+        ctx.a, ctx.layer, ctx.shape, ctx.input_dtype = a, layer, x.shape, x.dtype  # recomputation gives another a
+        return mid.view(*x.shape[:-1], mid.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_mid: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_create_graph("LoRALinear")
-        layer = ctx.layer
-        rows, a, b, mid = ctx.saved_tensors
-        of_a, of_b = layer.exchanges
-        needs_input, how_a, how_b = wanted(ctx, 0), of_a.how(ctx, 1), of_b.how(ctx, 2)
-        grad = grad_output.reshape(ctx.shape[:-1].numel(), grad_output.shape[-1])
-        grad_input = grad_a = grad_b = None
-        with no_autocast(grad.device):
-            grad = grad * layer.scaling
-            partial, pieces = torch.zeros_like(mid), layer.pieces()
-            for columns, of_mid, rows_of_b in pieces:
-                partial[:, of_mid] = grad[:, columns] @ b[rows_of_b].to(ctx.dtype)
-            reaches_a = needs_input or how_a != SKIP
-            reduced = of_a.start_reduce(partial, layer.out_axis) if reaches_a else None
-            if how_b != SKIP:
+        (rows, _), a, exchange = ctx.saved_tensors, ctx.a, ctx.layer.exchanges[0]
+        needs_input, how = wanted(ctx, 0), exchange.how(ctx, 1)
+        grad_input = grad_a = None
+        with no_autocast(rows.device):
+            grad = exchange.start_reduce(grad_mid.reshape(-1, a.shape[0]).clone(), ctx.layer.out_axis).wait()
+            if how != SKIP:
+                grad_a = exchange.gradient(how, a, lambda: exchange.vector_gradient(how, a, grad.t() @ rows))
+            if needs_input:
+                grad_input = (grad @ a.to(grad.dtype)).view(ctx.shape).to(ctx.input_dtype)
+        return grad_input, grad_a, None
 
-                def product_b() -> torch.Tensor | None:
-                    parts = [grad[:, columns].t() @ mid[:, of_mid] for columns, of_mid, _ in pieces]
-                    return of_b.vector_gradient(how_b, b, torch.cat(parts))
 
-                grad_b = of_b.gradient(how_b, b, product_b)
-            if reduced is not None:
-                grad_mid = reduced.wait()
-                if how_a != SKIP:
-                    grad_a = of_a.gradient(how_a, a, lambda: of_a.vector_gradient(how_a, a, grad_mid.t() @ rows))
-                if needs_input:
-                    grad_input = (grad_mid @ a.to(ctx.dtype)).view(ctx.shape).to(ctx.input_dtype)
-        return grad_input, grad_a, grad_b, None
+class _Reduced(torch.autograd.Function):
+    """A parameter, whose gradient is reduced as that of a layer is."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.parameter, ctx.exchange = parameter, exchange
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        refuse_create_graph("LoRALinear")
+        parameter, exchange, how = ctx.parameter, ctx.exchange, ctx.exchange.how(ctx, 0)
+        if how == SKIP:
+            return None, None
+        return exchange.gradient(how, parameter, lambda: exchange.vector_gradient(how, parameter, grad)), None

@@ -281,6 +281,7 @@ def _replace_attention(block: Any, name: str, replacer: Replacer) -> None:
     attn.config.n_query_groups //= parts // copies
     if config.latent_attention:
         latent.sum_shared_gradient(attn, comms)
+        attn.scaled_dot_product_attention = partial(latent.attend, attn.scaled_dot_product_attention)
     if attn.kv_cache is not None:
         for buffer in ("k", "v"):
             groups = getattr(attn.kv_cache, buffer).chunk(parts // copies, 1)
