@@ -104,8 +104,9 @@ def test_dtensors_are_refused_before_anything_is_written(tmp_path: Path) -> None
     assert not (tmp_path / "a").exists()
 
 
-def in_inference_mode(grid: str, folder: str) -> None:
-    """A model that is split, and loaded, in inference mode is trained. Oracle: the same outside of it, to the bit."""
+def in_inference_mode(grid: str, other: str, folder: str) -> None:
+    """A model that is split, loaded, and moved to another grid in inference mode is trained. Oracle: the same outside
+    of it, to the bit. One that is made in that mode is filled."""
     comms, results = axo.connect(grid), []
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -125,10 +126,18 @@ def in_inference_mode(grid: str, folder: str) -> None:
         with torch.inference_mode(mode):
             load(folder, model, optimizer)
         step(model, optimizer)
+        with torch.inference_mode(mode):
+            axo.regrid(model, optimizer, other)
+        step(model, optimizer)
         results.append([p.detach() for p in model.parameters()])
+        axo.regrid(model, optimizer, grid)  # where the next one begins
     assert all(map(torch.equal, *results))
+    with torch.inference_mode():
+        whole = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        load(folder, whole, comms=comms)
+    assert whole[0].weight.is_inference() and whole[0].weight.shape == (16, 8)
 
 
-@pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1"])
-def test_what_is_split_or_loaded_in_inference_mode_is_trained(tmp_path: Path, grid: str) -> None:
-    run_ranks(in_inference_mode, 2, grid, str(tmp_path))
+@pytest.mark.parametrize(("grid", "other"), [("2x1x1x1", "1x1x2x1"), ("1x1x2x1", "2x1x1x1")])
+def test_what_is_split_or_loaded_in_inference_mode_is_trained(tmp_path: Path, grid: str, other: str) -> None:
+    run_ranks(in_inference_mode, 2, grid, other, str(tmp_path))

@@ -472,6 +472,34 @@ def test_hugging_faces_numbers_are_those_of_one_device(grid, tmp_path):
     assert union([share for _, share in ranks], grid) == everything
 
 
+def read_with_accelerate(grid):
+    """Rows of what a program has cut by rank, as CutByRank in the order of its rows, and what is refused."""
+    from accelerate import Accelerator
+
+    from axo.integrations.hugging_face import on_grid
+
+    accelerator = on_grid(Accelerator(cpu=True), grid)
+    rank, count = accelerator.state.process_index, accelerator.state.num_processes
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
+    data, rows = TensorDataset(torch.arange(8)), []
+    loaders = [DataLoader(each, 2) for each in (CutByRank(), CutByEnvironment())]
+    loaders.append(DataLoader(CutByRank(), 2, num_workers=1, multiprocessing_context="fork"))
+    for loader in (*loaders, DataLoader(data, 2, sampler=DistributedSampler(data, count, rank, shuffle=False))):
+        batches = [each[0] if isinstance(each, list) else each for each in accelerator.prepare(loader)]
+        rows.append(torch.cat(batches).tolist())
+    with pytest.raises(axo.Refused, match=f"Parts has part {rank} of {count}, but accelerate cuts what it prepares"):
+        accelerator.prepare(DataLoader(data, 2, sampler=Parts(rank, count)))
+    return rows
+
+
+@pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1"])
+def test_what_cuts_itself_is_not_cut_twice_by_accelerate(grid):
+    one, other = run_ranks(read_with_accelerate, 2, grid, preload=("accelerate",))
+    for rows, others in zip(one, other, strict=True):
+        assert (rows == others) == (parts_of(grid) == 1)
+        assert sorted(rows if parts_of(grid) == 1 else rows + others) == list(range(8))
+
+
 def draw_under_own_seeds(grid):
     """Rows of accelerate's loaders, and of Fabric's in order, where each process has a seed of its own."""
     from accelerate import Accelerator

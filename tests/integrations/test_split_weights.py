@@ -15,9 +15,16 @@ EACH = ["2x1x1x1", "1x1x2x1", pytest.param("1x2x1x1", marks=pytest.mark.soak)]
 
 
 def average(grid, kind, folder):
-    """The weights that training with an averaging callback leaves, those of its checkpoint, the validation's loss."""
+    """The weights that training with an averaging callback leaves, those of its checkpoint, the validation's loss.
+
+    "alone" is a callback of rank 0 alone that saves."""
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+    from lightning.pytorch.callbacks import (
+        EMAWeightAveraging,
+        LambdaCallback,
+        ModelCheckpoint,
+        StochasticWeightAveraging,
+    )
     from torch.utils.data import DataLoader, TensorDataset
 
     class Module(pl.LightningModule):
@@ -38,6 +45,7 @@ def average(grid, kind, folder):
     callbacks = {
         "EMA": lambda: EMAWeightAveraging(decay=0.5),
         "SWA": lambda: StochasticWeightAveraging(swa_lrs=0.2, swa_epoch_start=1, annealing_epochs=1),
+        "alone": lambda: LambdaCallback(on_train_end=lambda it, _: it.is_global_zero and it.save_checkpoint(folder)),
     }
     strategy, parts = "auto", 1
     if grid is not None:
@@ -230,6 +238,9 @@ def test_what_comes_after_the_split_is_refused():
 
 def save_alone(grid, what, folder):
     """Rank 0 calls what all must call."""
+    if what.endswith("trainer.save_checkpoint()"):
+        average(grid, "alone", folder)
+        return
     if what == "fabric.save()":
         from lightning import Fabric
 
@@ -257,12 +268,19 @@ def save_alone(grid, what, folder):
 
 
 @pytest.mark.parametrize(
-    "what", ["model.state_dict()", "layer.full_weight()", "accelerator.save_state()", "fabric.save()"]
+    "what",
+    [
+        "model.state_dict()",
+        "layer.full_weight()",
+        "accelerator.save_state()",
+        "fabric.save()",
+        "fabric.save() or trainer.save_checkpoint()",
+    ],
 )
 @pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1"])
 def test_a_save_of_rank_0_alone_is_an_error_on_all_ranks(grid, what, tmp_path):
     """Without waiting for a time limit, which is 30 minutes."""
-    preload = ("lightning.fabric",) if what == "fabric.save()" else TRANSFORMERS[1:]
+    preload = ("lightning.pytorch",) if what.startswith("fabric.save()") else TRANSFORMERS[1:]
     outcomes = rank_outcomes(save_alone, 2, grid, what, tmp_path, env=ELASTIC, preload=preload)
     for outcome in outcomes:
         assert outcome.error in ("Mismatch", "Aborted", "PeerLost"), outcome.describe()

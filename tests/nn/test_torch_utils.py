@@ -6,6 +6,7 @@ Each row of the table in docs/overlap.md has its part here.
 import contextlib
 import copy
 import functools
+import gc
 import warnings
 
 import pytest
@@ -95,8 +96,16 @@ def one_parameter(grid):
     serial, model = models(comms)
     weight = model[0].weight
     shard = model[0].placements["weight"].take(serial[0].weight)
-    assert weight.norm() < 0.9 * serial[0].weight.norm(), "nothing to tell apart"
-    assert_close(weight.norm(), shard.norm(), 1e-6, "as the table says: of the shard")
+    assert shard.norm() < 0.9 * serial[0].weight.norm(), "nothing to tell apart"
+    assert_close(weight.std(), shard.std(), 1e-6, "as the table says: of the shard")
+    backward(serial, model, comms)
+    for own in (weight, weight.detach(), weight.data, weight.grad, weight.grad.data):
+        with pytest.raises(axo.Refused, match=r"of which this rank holds .* of \(16, 8\).*get_total_norm.*axo.unshard"):
+            own.norm(2)
+    own = [shard, weight.detach().clone(), axo.unshard_grad(weight)]  # memory of their own
+    assert_close(torch.stack([each.norm() for each in own[:2]]), shard.norm().expand(2), 1e-6, "a copy")
+    assert_close(own[2].norm(), serial[0].weight.grad.norm(), 1e-5, "norm of the whole gradient")
+    assert_close(torch.nn.utils.get_total_norm([weight.grad]), own[2].norm(), 1e-6, "get_total_norm of a gradient")
     assert_close(torch.nn.utils.get_total_norm([weight]), serial[0].weight.norm(), 1e-6, "get_total_norm of one")
     assert_close(axo.unshard(weight, weight.placement).norm(), serial[0].weight.norm(), 1e-6, "norm of the whole")
     whole = [lambda p: axo.unshard(p, p.placement).norm(), lambda p: axo.unshard(p, p.placement).abs().max()]
@@ -124,7 +133,7 @@ def one_parameter(grid):
 
 
 PENALTIES = {
-    "norm": lambda p: p.norm(), "square": lambda p: p.norm() ** 2,
+    "norm": torch.norm, "square": lambda p: torch.norm(p) ** 2, "method": lambda p: p.norm(),
     "mean": lambda p: p.abs().mean(), "root": lambda p: 0.1 * p.square().sum().sqrt(),
     "largest": lambda p: p.abs().max(), "spectral": lambda p: torch.linalg.svdvals(p.flatten(1)).max(),
     "mse": lambda p: nn.functional.mse_loss(p, torch.zeros_like(p)), "foreach": lambda p: torch._foreach_norm([p])[0],
@@ -139,7 +148,7 @@ PENALTIES_OF_ELEMENTS = {
 
 
 def penalties(grid):
-    """Refused, warned of once, or right without a word, in what comes before the first step; nothing after that."""
+    """Refused, warned of once, or right without a word; after steps too, and for as long as there is a model."""
     comms = axo.connect(grid)
     split = comms.grid.data == 1
     batch = torch.rand(8, 8, generator=torch.Generator().manual_seed(1))
@@ -150,15 +159,18 @@ def penalties(grid):
         rows = axo.shard_batch(batch, comms) if axo.nn.layer.is_parallel(model) else batch
         return model(rows).square().sum(1).mean() + penalty(model[0].weight)
 
-    serial, model = models(comms)
-    backward(serial, model, comms)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    loss(model, PENALTIES["norm"]).backward()
-    assert torch.autograd._engine_run_backward is engine
     for name, penalty in PENALTIES.items():
-        _, model = models(comms)
+        serial, model = models(comms)
+        if name == "norm":
+            backward(serial, model, comms)
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            losses = [loss(model, lambda p: 0) for _ in range(40)]  # whose backward is still to come
+            (looks,) = [each for each in torch.autograd._engine_run_backward.watched if each._model() is model]
+            assert any(hidden[0].grad_fn._sequence_nr() in numbers for numbers in looks.passes)
+            assert len(looks.passes) < 20
+            sum(losses).backward()
         with (
-            pytest.raises(axo.Refused, match=r"of '0.weight', of which.*axo.unshard.*take p.square")
+            pytest.raises(axo.Refused, match=r"of (a parameter|'0.weight').*of which.*axo.unshard.*take p.square")
             if split
             else Silence()
         ):
@@ -173,10 +185,15 @@ def penalties(grid):
         assert ["the loss takes '0.weight'" in str(one.message) for one in said] == [True] * split, name
         assert_close(axo.unshard_grad(model[0].weight), 2 * serial[0].weight.grad, 1e-5, name)
     _, model = models(comms)
-    right = (lambda p: axo.unshard(p, p.placement).norm(), lambda p: hidden[-1].norm(), lambda p: p.detach().norm())
+    right = (lambda p: axo.unshard(p, p.placement).norm(), lambda p: hidden[-1].norm(), lambda p: p.detach().std())
     with Silence():
         for penalty in right:
             loss(model, penalty).backward()
+    del serial, model, each, losses, looks
+    hidden.clear()
+    gc.collect()
+    torch.ones(1, requires_grad=True).backward()
+    assert torch.autograd._engine_run_backward is engine
 
 
 class Silence(warnings.catch_warnings):

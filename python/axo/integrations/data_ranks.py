@@ -11,6 +11,7 @@ Not here: ranks as such. Barriers, agreements and files are of all ranks, as the
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import zlib
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe
 
 from axo.comm import values
 from axo.comm.connect import Communicators
@@ -115,18 +116,18 @@ def sync_metrics(comms: Communicators) -> None:
 
 
 @contextlib.contextmanager
-def numbers_of_data_ranks(comms: Communicators) -> Iterator[None]:
-    """A block in which torch's default group, RANK and WORLD_SIZE say which data rank this is, and how many there are.
+def rank_numbers(part: int, parts: int) -> Iterator[None]:
+    """A block in which torch's default group, RANK and WORLD_SIZE say that this is rank ``part`` of ``parts``.
 
     For datasets and samplers that cut themselves; workers that start inside of it inherit the numbers.
     """
     group, default = distributed_c10d.GroupMember.WORLD, distributed_c10d._get_default_group
-    numbers = {"RANK": str(comms.row_part), "WORLD_SIZE": str(comms.row_parts)}
+    numbers = {"RANK": str(part), "WORLD_SIZE": str(parts)}
     before = {name: os.environ[name] for name in numbers if name in os.environ}
     os.environ.update({name: numbers[name] for name in before})
     if group is not None:
         # What get_rank and get_world_size ask, under whatever name a program knows them.
-        distributed_c10d._get_default_group = lambda: _Group(group, comms)  # type: ignore[assignment, return-value]
+        distributed_c10d._get_default_group = lambda: _Group(group, part, parts)  # type: ignore[assignment, return-value]
     try:
         yield
     finally:
@@ -135,25 +136,69 @@ def numbers_of_data_ranks(comms: Communicators) -> Iterator[None]:
 
 
 class _Group:
-    """A process group with the numbers of data ranks."""
+    """A process group with other numbers."""
 
-    def __init__(self, group: Any, comms: Communicators) -> None:
-        self._group, self._comms = group, comms
+    def __init__(self, group: Any, part: int, parts: int) -> None:
+        self._group, self._part, self._parts = group, part, parts
 
     def rank(self) -> int:
-        return self._comms.row_part
+        return self._part
 
     def size(self) -> int:
-        return self._comms.row_parts
+        return self._parts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
 
-def cut_for_data_ranks(loader: Any, comms: Communicators) -> None:
-    """See that what ``loader`` reads from is not cut by rank: a DistributedSampler is cut anew.
+class WholeStream(IterableDataset):
+    """A stream that reads as the only rank would, whatever it asks torch or the environment: another cuts its rows."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        with rank_numbers(0, 1):
+            rows = iter(self.dataset)
+        while True:
+            with rank_numbers(0, 1):
+                row = next(rows, self)
+            if row is self:
+                return
+            yield row
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def uncut(loader: Any, comms: Communicators) -> Any:
+    """A loader for accelerate, which cuts what it reads: a stream's rows are all of them, a DistributedSampler's too.
 
     Every rank must call it.
+
+    Raises:
+        axo.Refused: As for :func:`cut_for_data_ranks`.
+    """
+    if comms.everyone.size == 1:
+        return loader
+    cut_for_data_ranks(loader, comms, whole=True)
+    dataset = loader.dataset
+    hugging_faces = type(dataset).__module__.partition(".")[0] == "datasets"
+    if isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe) and not hugging_faces:
+        loader = copy.copy(loader)
+        loader.__dict__["dataset"] = WholeStream(dataset)  # a DataLoader refuses to be changed
+    return loader
+
+
+def cut_for_data_ranks(loader: Any, comms: Communicators, *, whole: bool = False) -> None:
+    """See that what ``loader`` reads from is not cut by rank: a DistributedSampler is cut anew.
+
+    Every rank must call it. ``whole``: not by data rank either.
 
     Raises:
         axo.Refused: Something else of it holds the numbers of ranks, under whatever names.
@@ -162,6 +207,7 @@ def cut_for_data_ranks(loader: Any, comms: Communicators) -> None:
     batches = getattr(loader, "batch_sampler", None)
     dataset = loader.dataset
     sources = (sampler, batches, getattr(batches, "sampler", None), dataset, getattr(dataset, "_distributed", None))
+    right = (1, 0) if whole else (comms.row_parts, comms.row_part)
     for each, name in zip(sources, _rank_names(sources, comms), strict=True):
         parts = next((value for name in _PARTS if isinstance(value := getattr(each, name, None), int)), None)
         part = getattr(each, "rank", None)
@@ -170,17 +216,20 @@ def cut_for_data_ranks(loader: Any, comms: Communicators) -> None:
         of_pieces = comms.context.size > 1 and parts == comms.data_ranks
         of_parts = parts == comms.row_parts and comms.arrangement.leads(comms.coords)
         of_ranks = parts == comms.everyone.size or of_pieces or of_parts
-        if parts is None or not of_ranks or (parts, part) == (comms.row_parts, comms.row_part):
+        if parts is None or not of_ranks or (parts, part) == right:
             continue
         if type(each) is not DistributedSampler:
             raise Refused(
-                f"data: {type(each).__name__} has part {part} of {parts}, but ranks along x and y read the same rows:"
-                f" this rank's is part {comms.row_part} of {comms.row_parts} (comms.row_part of comms.row_parts)"
+                f"data: {type(each).__name__} has part {part} of {parts}, but "
+                + (
+                    "accelerate cuts what it prepares: give it all rows, on every rank"
+                    if whole
+                    else f"ranks along x and y read the same rows: this rank's is part {comms.row_part} of"
+                    f" {comms.row_parts} (comms.row_part of comms.row_parts)"
+                )
             )
         epoch = each.epoch
-        each.__init__(  # type: ignore[misc]
-            each.dataset, comms.row_parts, comms.row_part, each.shuffle, each.seed, each.drop_last
-        )
+        each.__init__(each.dataset, *right, each.shuffle, each.seed, each.drop_last)  # type: ignore[misc]
         each.set_epoch(epoch)
 
 

@@ -213,6 +213,7 @@ class GridAccelerator(Accelerator):
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
         """As accelerate's; one that reads on rank 0 for all gives each data rank its part."""
+        data_loader = data_ranks.uncut(data_loader, self._axo_comms)
         seeds = getattr(data_loader, "worker_init_fn", None)
         if isinstance(seeds, partial) and "rank" in seeds.keywords:  # the Trainer's: peers draw the same numbers
             data_loader.worker_init_fn = partial(seeds, rank=self.process_index)

@@ -4,10 +4,12 @@ docs/overlap.md has the table. They are functions of plain tensors, so what they
 the first layer on more than one rank is made: ``torch.nn.utils.clip_grad._get_total_norm`` (gradients and parameters of
 parallel layers are found by identity, all else goes to torch's own), ``convert_parameters._check_param_device``,
 ``parametrize.ParametrizationList.__init__``, ``init._calculate_fan_in_and_fan_out`` (of Xavier's and Kaiming's values),
-``init.orthogonal_``, ``eye_``, ``dirac_`` and ``sparse_``, and ``torch.amp.GradScaler._unscale_grads_``. Pruning and
-the old norms of weights register parameters under other names, which the layers refuse (``refuse_derived``).
+``init.orthogonal_``, ``eye_``, ``dirac_`` and ``sparse_``, ``torch.amp.GradScaler._unscale_grads_`` and
+``torch.Tensor.norm``. Pruning and the old norms of weights register parameters under other names, which the layers
+refuse (``refuse_derived``).
 
-Not here: methods of a parameter itself. ``p.norm()`` is its shard's: a subclass that knew better would cost every use.
+Not here: other methods of a parameter itself. ``p.std()`` is its shard's: methods of C have no place to look at it, and
+a subclass that knew better would cost every use.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.utils import clip_grad, convert_parameters, parametrize
 
+from axo.errors import Refused
 from axo.optim.clip import total_norm
 from axo.placement import Placement, is_split, placement_of
 
@@ -97,6 +101,39 @@ def _of_whole(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     return checked
 
 
+def _norm(
+    self: torch.Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    # A graph may be a loss's, in which a sum of sizes is right (axo.overlap.losses).
+    if dim is None and self.grad_fn is None and not (p == 1 and self.requires_grad and torch.is_grad_enabled()):
+        owner = _split_owner(self)
+        if owner is not None:
+            raise Refused(
+                f"norm: of a parameter, or its gradient, of which this rank holds {tuple(self.shape)} of"
+                f" {owner.placement.global_shape} it would be that of a part; torch.nn.utils.get_total_norm([p]), or"
+                " [p.grad], is the whole norm, axo.unshard(p, p.placement) the whole tensor. In a loss take a plain sum"
+                " over elements, whose gradients are right: instead of p.norm() ** 2 take p.square().sum()"
+            )
+    norm: torch.Tensor = _torchs_norm(self, p, dim, keepdim, dtype)
+    return norm
+
+
+def _split_owner(tensor: torch.Tensor) -> Any:
+    """The parameter whose memory, or whose gradient's, ``tensor`` has, where that is a part; else None."""
+    layers: weakref.WeakSet[nn.Module] = clip_grad._get_total_norm.layers  # type: ignore[attr-defined]
+    address = _address(tensor)
+    for owner in (p for layer in layers for p in layer._parameters.values() if address and p is not None):
+        for each in (owner, owner.grad):
+            if each is not None and _address(each) == address and each.numel() == tensor.numel():
+                return owner if is_split(placement_of(owner)) or each.shape != owner.shape else None
+    return None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    has_one = type(tensor) in (torch.Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(tensor)
+    return tensor.data_ptr() if has_one else 0
+
+
 def _is_in_parts(parameter: torch.Tensor) -> bool:
     """Whether other ranks have other parts of a model's gradients: its own, ZeRO-2's, or those of other stages."""
     placement, grad = placement_of(parameter), parameter.grad
@@ -117,6 +154,7 @@ def _unscale_grads_(self: Any, optimizer: Any, *args: Any) -> Any:
     return _torchs_unscale(self, optimizer, *args)
 
 
+_torchs_norm = torch.Tensor.norm
 _torchs_unscale: Any = torch.amp.GradScaler._unscale_grads_
 _torchs_check = convert_parameters._check_param_device
 _torchs_start: Any = parametrize.ParametrizationList.__init__
@@ -134,4 +172,5 @@ def know(layer: nn.Module) -> None:
             setattr(nn.init, name, _of_whole(getattr(nn.init, name), "rows and columns"))
         scaler: Any = torch.amp.GradScaler
         scaler._unscale_grads_ = _unscale_grads_
+        torch.Tensor.norm = functools.wraps(_torchs_norm)(_norm)  # type: ignore[method-assign]
     norm.layers.add(layer)

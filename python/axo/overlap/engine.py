@@ -99,7 +99,7 @@ class Engine(Context):
         self._root: weakref.ref[torch.nn.Module] | None = None
         self._end: weakref.ref[_EndOfBackward] | None = None  # of the backward pass under way
         self._others = OtherParameters()
-        self._losses: Losses | None = None  # until the first step
+        self._losses: Losses | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         stage = 0 if self.zero is None else self.zero.stage
@@ -329,8 +329,6 @@ class Engine(Context):
         if self.zero is not None:
             self.zero.finish_step(self.pool.allocate, self.overlap.bucket_bytes)
         self.gathers.outdate()
-        if self._losses is not None and not {id(p) for p in stepped(optimizer)}.isdisjoint(map(id, self.parameters())):
-            self._losses = None
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

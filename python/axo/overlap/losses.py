@@ -1,21 +1,21 @@
 """Refuse a loss that takes a split parameter by itself as if it were whole, where it is first used.
 
 A parameter is a plain tensor, so ``p.norm()`` in a program's own loss is its part's, and no call says so. The graph
-does: until an optimizer has stepped on the model each backward pass looks at the nodes between what it begins at and
-the forward passes of models. Ways to a split parameter there:
+does: each backward pass looks at the nodes between what it begins at and the forward passes of models, of which a loss
+has a few. Ways to a split parameter there:
 
     a mean, a norm, the largest element, a root of a sum     refused
     a sum of elements, scaled and added; all others          warned of once: gradients are right, values are the part's
     through an autograd function: axo.unshard, a collective  whoever wrote it knows
 
-Not here: what takes no part in these backward passes, such as a norm that is logged; losses that a compiler has traced.
+Not here: what takes no part in backward passes (axo.nn.torch_utils knows norms that are logged), losses that a compiler
+has traced, and those of a model that is never called as one, whose whole graph would be looked at: once, and no more.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,14 +41,15 @@ _OF_WHOLE = {
     "Var",
     "Std",
 }
-_PASSES = 64  # forward passes that no optimizer's step ends
+_PASSES = 16  # forward passes that are told apart; of older ones all nodes count as theirs
+_NODES = 2000  # that a loss may have
 _sequence_nr = torch._C._autograd._get_sequence_nr  # the number of the next node of this thread
 
 
 class Losses:
     """The forward passes of one model as the numbers of its nodes, and a look at what is outside of them.
 
-    ``begin`` and ``end`` are called around each pass. It is dropped after a step on the model's parameters.
+    ``begin`` and ``end`` are called around each pass.
     """
 
     def __init__(self, model: weakref.ref[nn.Module]) -> None:
@@ -63,8 +64,9 @@ class Losses:
         self._start = _sequence_nr()
 
     def end(self) -> None:
-        if len(self.passes) < _PASSES:
-            self.passes.append(range(self._start, _sequence_nr()))
+        self.passes.append(range(self._start, _sequence_nr()))
+        if len(self.passes) > _PASSES:
+            self.passes[:2] = [range(self.passes[0].start, self.passes[1].stop)]
 
     def check(self, uses: list[tuple[torch.Tensor, str]]) -> None:
         """Refuse, or warn of, the parameters of this model among ``uses``, by themselves or by a function.
@@ -73,7 +75,7 @@ class Losses:
             Refused: The function's value is not the whole's.
         """
         model = self._model()
-        if model is None or len(self.passes) == _PASSES:
+        if model is None or not any(function or not self._warned for _, function in uses):
             return
         names = {id(p): name for name, p in model.named_parameters() if is_split(placement_of(p))}
         for parameter, function in uses:
@@ -109,20 +111,24 @@ class _WatchedBackward:
                 torch.autograd._engine_run_backward = self._torchs_own
         elif not in_backward():
             roots = [each.grad_fn if isinstance(each, torch.Tensor) else each.node for each in outputs]
-            uses = list(_uses(roots, [numbers for losses in watched for numbers in losses.passes]))
+            uses, count = _uses(roots, [numbers for losses in watched for numbers in losses.passes])
             for losses in watched:
                 losses.check(uses)
+            if count > _NODES:
+                self.watched.clear()
         return self._torchs_own(outputs, *args, **options)
 
 
-def _uses(roots: list[Any], passes: list[range]) -> Iterator[tuple[torch.Tensor, str]]:
-    """Leaves under nodes of no pass, with the function on the way whose value would be another of the whole, or ""."""
-    ways = [(root, "", "") for root in roots]
+def _uses(roots: list[Any], passes: list[range]) -> tuple[list[tuple[torch.Tensor, str]], int]:
+    """Split leaves under nodes of no pass, with the function on the way whose value would be another of the whole, or
+    ""; and how many nodes there are."""
+    ways, uses = [(root, "", "") for root in roots], []
     seen = set(ways)
     while ways:
         node, function, nearest = ways.pop()
         if hasattr(node, "variable"):
-            yield node.variable, function or ("Mean" if nearest == "Mean" else "")
+            if is_split(placement_of(node.variable)):
+                uses.append((node.variable, function or ("Mean" if nearest == "Mean" else "")))
         elif node is not None and not isinstance(node, BackwardCFunction):
             number = node._sequence_nr()
             if any(number in numbers for numbers in passes):
@@ -136,6 +142,7 @@ def _uses(roots: list[Any], passes: list[range]) -> Iterator[tuple[torch.Tensor,
                 if way not in seen:
                     seen.add(way)
                     ways.append(way)
+    return uses, len(seen)
 
 
 def _name(node: Any) -> str:

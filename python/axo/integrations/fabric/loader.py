@@ -35,7 +35,7 @@ from torch.utils.data.distributed import DistributedSampler
 from axo.comm import values
 from axo.comm.connect import Communicators
 from axo.errors import Refused
-from axo.integrations.data_ranks import cut_for_data_ranks, in_one_order, numbers_of_data_ranks
+from axo.integrations.data_ranks import cut_for_data_ranks, in_one_order, rank_numbers
 
 
 class Position:
@@ -313,7 +313,7 @@ class SharedLoader:
         outer = torch.get_rng_state()
         torch.set_rng_state(self._random)
         try:
-            with nullcontext() if self._alone else numbers_of_data_ranks(self._comms):
+            with nullcontext() if self._alone else rank_numbers(self._comms.row_part, self._comms.row_parts):
                 yield
         finally:
             self._random = torch.get_rng_state()
