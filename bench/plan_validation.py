@@ -10,9 +10,9 @@ First what `axo profile` measures is measured on the same ranks and the same lin
 is fitted to the results. Then every plan trains a small GPT (fp32, AdamW, all overlaps on) for some steps: the
 slowest rank's seconds, the median of the counted steps of all passes.
 
-Predictions: the planner's closed form, the simulator (of Tesseract, which it does not know, the closed form), and the
-closed form with one bandwidth for every axis, without placement. What is measured already stays in --state, so a run of
-limited time goes on where the last one ended.
+Predictions: the planner's closed form, the engine's own step replayed (of Tesseract, which that does not know, the
+closed form), and the closed form with one bandwidth for every axis, without placement. What is measured already stays
+in --state, so a run of limited time goes on where the last one ended.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from typing import Any
 import torch
 
 from axo.comm.connect import Communicators
+from axo.dryrun import simulate as engine
 from axo.grid import Grid
-from axo.perf import machine, model, planner, profile, readers, simulator
+from axo.perf import machine, model, planner, profile, readers
 from axo.perf.run_options import RunOptions
 from axo.perf.stages import StageTimes, planned
 from axo.perf.workload import Workload
@@ -219,7 +220,7 @@ def time_steps(comms: Communicators, steps: int, how: str) -> list[float]:
 
 
 def predictions(plan: str, on: machine.Machine) -> tuple[float, float, float]:
-    """Seconds of a step: the closed form, the simulator, the closed form without placement."""
+    """Seconds of a step: the closed form, the replay, the closed form without placement."""
     name, _, how = plan.partition(" ")
     work, grid, tokens = workload(), Grid.parse(name), SEQUENCES * LENGTH
     split = "tokens" in how
@@ -235,7 +236,7 @@ def predictions(plan: str, on: machine.Machine) -> tuple[float, float, float]:
         timing = StageTimes(work, grid, on, run)
         return closed, closed - timing.estimate(cut) + timing.simulate(cut).seconds, agnostic
     closed, agnostic = (model.predict(work, grid, one, run).total for one in (on, one_bandwidth(on)))
-    return closed, simulator.simulate(work, grid, on, run).seconds, agnostic
+    return closed, engine.simulate(work, grid, on, run).seconds, agnostic
 
 
 def report(grids: list[str], state: State, table: Table) -> int:
@@ -254,7 +255,7 @@ def report(grids: list[str], state: State, table: Table) -> int:
     real = [row["measured_s"] for row in table.rows]
     for name, key, judged in (
         ("planner", "predicted_s", True),
-        ("simulator", "simulated_s", True),
+        ("replay", "simulated_s", True),
         ("without placement", "agnostic_s", False),
     ):
         said = [row[key] for row in table.rows]

@@ -22,14 +22,14 @@ from tests.comm.on_hosts import CALL, STEPS, least_bytes, result_of, train_grids
 from tests.comm.test_c10d_suite import PARTS, check_all, over_all_ranks
 from tests.gpt import LLAMA, serial_losses
 from tests.hosts import Hosts, available, python
-from tests.launcher import run_ranks
+from tests.launcher import run_ranks, slowness
 
 pytestmark = pytest.mark.hosts
 WHY_NOT = available()
 if WHY_NOT:
     pytest.skip(f"no hosts can be made here: {WHY_NOT}", allow_module_level=True)
 
-START_S = 120  # to import torch on a busy machine
+START_S = 120 * slowness()  # to import torch on a busy machine
 LOST_S = 6.0  # from a fault to the error, on every rank
 BUSY_S = 6.0  # what a busy machine may add to it
 

@@ -45,6 +45,7 @@ def step(grid: str, experts: int, **changes: Any) -> tuple[TrainConfig, RunOptio
 CASES = [
     ("1x1x4x1", 4, {}),
     ("1x1x4x1", 1, {}),
+    ("2x2x2x1", 1, {"recompute": True, "recompute_keeps": "products"}),
     ("2x2x4x1", 2, {"recompute": True}),
     ("1x1x8x2", 8, {"precision": "32-true"}),
     ("1x2x4x1", 4, {"recompute": True, "recompute_keeps": "products"}),
@@ -59,9 +60,6 @@ def test_the_plan_counts_what_a_dry_run_sends_and_holds(grid: str, experts: int,
     more = beside(dry, step_calls(workload, config.grid, run))  # norm of gradients, mean loss
     assert all(op == "all_reduce" and 0 < size <= 24 for (op, _), size in more.items()), more
     held = memory.estimate(workload, config.grid, run)
-    if experts == 1 or run.selective:  # the plan holds up to a tenth more
-        assert record.peak.total <= max(held.moments.values()) <= 1.1 * record.peak.total
-        return
     assert max(held.moments.values()) == pytest.approx(record.peak.total, rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""When a simulated step issues each collective and waits for it, against when the engine does.
+"""When a step without peers issues each collective and waits for it, against when eight ranks do.
 
 Oracle: eight CPU ranks run the second step of a parallelized ``litgpt.GPT`` (Llama-like, no biases), when the engine
 knows the order. A point in time is the number of products that this rank had begun before: 3 means between its third
@@ -6,8 +6,8 @@ and its fourth. So for each collective there are two numbers, where it was issue
 Each of OAR, ORS, OAG and the buckets is then broken in the engine: a wait where none is due, or a bucket for each
 gradient; the comparison must see it.
 
-Left out on both sides: gradients of replicated vectors (norm weights) over z, which go with the end of the step. Over
-data the planner has an operation a layer where the engine has buckets: those are compared with ``support.in_buckets``.
+Left out on both sides: gradients of replicated vectors (norm weights) over z, which go with the end of the step. The
+bytes of what goes over data are compared with ``support.in_buckets`` too.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,14 +19,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import axo
+from axo import dryrun
 from axo.comm.counting import observers as watch
+from axo.dryrun.simulate import training_of
 from axo.grid import Grid
 from axo.overlap.engine import Exchange
 from axo.overlap.events import TracedWork
 from axo.overlap.gathers import Gathers
 from axo.overlap.gradients import Buckets, Gradients
-from axo.perf import machine, readers, simulator
-from axo.perf.chrome_trace import COMPUTE
+from axo.perf import readers
+from axo.perf.replay import COLLECTIVE, PIECE, PRODUCT, UPDATE, WAIT, Entry
 from axo.perf.run_options import RunOptions
 from tests.launcher import run_ranks
 from tests.perf.support import step_calls
@@ -181,35 +183,27 @@ def run_of(case: Case) -> RunOptions:
     return RunOptions(
         SEQUENCES * LENGTH,
         itemsize=4,
+        stream=4,
         overlap=frozenset(case.overlap.split()),
         cached_gathers=1.0 if case.keep else 0.0,
         recompute="full" if case.checkpointed else "none",
     )
 
 
-def simulated(case: Case) -> list[Seen]:
-    """The same from the operations of the planner's step."""
+def recorded(case: Case) -> list[Seen]:
+    """The same from the step of a rank without peers."""
     workload = readers.from_litgpt(CONFIG, seq_length=LENGTH)
-    operations = simulator.operations(workload, Grid.parse(case.grid), machine.load("perlmutter"), run_of(case))
-    layers = {layer.name for block in workload.blocks for layer in block.layers if layer.kind == "linear"}
-    begun, products = [0], ("forward", "recompute", "dI", "dW")
-    for operation in operations:
-        layer, what = operation.name.split()[0].split(".", 1)[-1], operation.name.split()[-1]
-        begun.append(begun[-1] + (operation.stream == COMPUTE and layer in layers and what in products))
-    awaited: dict[int, int] = {}
-    for number, operation in enumerate(operations):
-        for other in operation.after:
-            awaited.setdefault(other, begun[number])
-    found = []
-    for number, operation in enumerate(operations):
-        layer = operation.name.split()[0].split(".", 1)[-1]
-        vector_grad = operation.name.endswith("reduce-scatter") and ("norm" in layer or layer == "ln_f")
-        if operation.stream != COMPUTE and not vector_grad:
-            what = operation.name.split()[-1]
-            op = {"gather": "all_gather", "reduce-scatter": "reduce_scatter"}.get(what, "all_reduce")
-            one = Seen(op, operation.stream, begun[number], awaited[number])
-            found += [one] * (2 if layer == "loss" else 1)  # a maximum, then the sums
-    return found
+    entries = list[Entry]()
+    dryrun.run(training_of(workload, Grid.parse(case.grid), run_of(case)), entries=entries)
+    places = [number for number, one in enumerate(entries) if one.what in (PIECE, UPDATE)]
+    products, issued, awaited = 0, dict[int, tuple[Entry, int]](), dict[int, int]()
+    for one in entries[slice(*places)]:
+        products += one.what == PRODUCT
+        if one.what == COLLECTIVE and (one.op, one.axis) != ("all_reduce", "z"):
+            issued[one.number] = one, products
+        elif one.what == WAIT:
+            awaited.setdefault(one.number, products)
+    return [Seen(one.op, one.axis, begun, awaited[number]) for number, (one, begun) in issued.items()]
 
 
 def buckets(case: Case) -> list[int]:
@@ -219,22 +213,17 @@ def buckets(case: Case) -> list[int]:
     return sorted(call.bytes for call in calls if call.axis == "data")
 
 
-def split(seen: list[Seen]) -> tuple[list[Seen], set[tuple[int, int]]]:
-    """What goes over x, y and z in order, and where what goes over data is issued and awaited."""
-    return [one for one in seen if one.axis != "data"], {one[2:] for one in seen if one.axis == "data"}
-
-
 @pytest.mark.slow
-def test_simulated_points_of_issue_and_wait_are_those_that_eight_ranks_record() -> None:
+def test_points_of_issue_and_wait_without_peers_are_those_that_eight_ranks_record() -> None:
     per_rank = run_ranks(record, RANKS, CASES + BROKEN)
     for number, case in enumerate(CASES):
-        expected = simulated(case)
-        assert len(expected) > 20
+        expected = recorded(case)
+        assert len(expected) > 12
         for rank in range(RANKS):
             seen, over_data = per_rank[rank][number]
-            assert split(seen) == split(expected), f"rank {rank} of {case}"
+            assert seen == expected, f"rank {rank} of {case}"
             assert sorted(over_data) == buckets(case), f"rank {rank} of {case}"
     for number, case in enumerate(BROKEN, len(CASES)):
         seen, over_data = per_rank[0][number]
-        caught = split(seen) != split(simulated(case)) or sorted(over_data) != buckets(case)
+        caught = seen != recorded(case) or sorted(over_data) != buckets(case)
         assert caught, f"{case.broken} is broken, and the comparison does not see it"

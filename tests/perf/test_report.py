@@ -197,7 +197,7 @@ def test_commands_write_what_they_say(tmp_path: Path) -> None:
     assert (tmp_path / "p.csv").stat().st_size > 1000 and (tmp_path / "p.html").stat().st_size > 10000
     done = CliRunner().invoke(cli.app, f"{call} --json -".split())
     assert json.loads(done.output)["ranked"][0]["days"] > 0
-    call = f"simulate --model gpt-5b --grid 2x2x4x2 --machine frontier --batch-tokens 256k --trace {tmp_path}/t.json"
+    call = f"simulate --model pythia-14m --grid 2x2x4x2 --machine frontier --batch-tokens 64k --trace {tmp_path}/t.json"
     done = CliRunner().invoke(cli.app, f"{call} --plot {tmp_path}/plots".split())
     assert done.exit_code == 0, done.output
     assert "one step" in done.output and len(list((tmp_path / "plots").glob("*.png"))) == 3
@@ -206,7 +206,7 @@ def test_commands_write_what_they_say(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--recompute-keeps", "products"], ["--no-checkpoint"]])
 def test_a_simulated_step_has_the_flops_of_the_planned_one(more: list[str]) -> None:
-    asked = ["--model", "gpt-5b", "--machine", "frontier", "--batch-tokens", "256k", "--json", "-", *more]
+    asked = ["--model", "pythia-14m", "--machine", "frontier", "--batch-tokens", "64k", "--json", "-", *more]
     found = []
     for call in (["simulate", "--grid", "1x1x32x1"], ["plan", "--gpus", "32"]):
         done = CliRunner().invoke(cli.app, [*call, *asked])

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import axo
 from axo.matmul import cost
-from axo.nn.experts import _Transfer, busiest, spread_experts
+from axo.matmul.grouped import RowTransfer
+from axo.nn.experts import busiest, spread_experts
 from axo.nn.layer import refuse_context
 from tests.gpt import LLAMA, batch
 from tests.launcher import run_ranks
@@ -282,9 +283,11 @@ def one_half_behind_the_other():
             mlp = model.transformer.h[0].mlp
             x = torch.randn(1, 9, LLAMA["n_embd"], generator=torch.Generator().manual_seed(comms.rank)).requires_grad_()
             with pytest.MonkeyPatch.context() as patch:
-                plain, wait = _Transfer._start, _Transfer.wait
-                patch.setattr(_Transfer, "_start", lambda *args, plain=plain: (calls.append("start"), plain(*args))[1])
-                patch.setattr(_Transfer, "wait", lambda one, wait=wait: (calls.append("wait"), wait(one))[1])
+                plain, wait = RowTransfer._start, RowTransfer.wait
+                patch.setattr(
+                    RowTransfer, "_start", lambda *args, plain=plain: (calls.append("start"), plain(*args))[1]
+                )
+                patch.setattr(RowTransfer, "wait", lambda one, wait=wait: (calls.append("wait"), wait(one))[1])
                 for number, expert in enumerate(spread._mine):
                     expert.register_forward_hook(lambda *_, number=number: calls.append(number))
                     expert.register_full_backward_hook(lambda *_, number=number: calls.append(-number - 1))

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import axo
 from axo.comm.recording import recording
 from axo.matmul import cost, grouped
-from axo.nn.experts import _Transfer, spread_experts
+from axo.matmul.grouped import RowTransfer
+from axo.nn.experts import spread_experts
 from axo.plans.auto.stacked_experts import StackedExperts
 from tests.launcher import run_ranks
 from tests.nn.support import (
@@ -229,7 +230,7 @@ def one_half_behind_the_other():
         choices, weights = torch.arange(18).view(9, 2) % EXPERTS, torch.ones(9, 2)
         with pytest.MonkeyPatch.context() as patch:
             for owner, name, what in (
-                (_Transfer, "_start", "start"), (_Transfer, "wait", "wait"), (grouped, "product", "product"),
+                (RowTransfer, "_start", "start"), (RowTransfer, "wait", "wait"), (grouped, "product", "product"),
                 (grouped, "weight_product", "weights"),
             ):  # fmt: skip
                 plain = getattr(owner, name)

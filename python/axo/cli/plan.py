@@ -238,10 +238,15 @@ def plan(
     parts = [*_summary(ranking, top, gpu_hour), *details]
 
     def draw() -> dict[str, bytes]:
-        from axo.perf import plots, simulator
+        from axo.dryrun import simulate as engine
+        from axo.perf import plots
 
         asked, best = ranking.request, ranking.best
-        return plots.plan_plots(ranking, simulator.simulate(asked.workload, best.grid, asked.machine, best.run))
+        try:
+            return plots.plan_plots(ranking, engine.simulate(asked.workload, best.grid, asked.machine, best.run))
+        except ValueError as error:
+            outputs.say(f"no picture of a step: {error}")
+            return plots.plan_plots(ranking)
 
     def paged() -> list[Shown]:
         left_out = [[str(one.grid), one.reason] for one in ranking.left_out[:40]]
@@ -325,7 +330,7 @@ def simulate(
     json_out: Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")] = None,
     plot: PlotOut = None,
 ) -> None:
-    """Run one training step on one grid, operation by operation, or of its stages."""
+    """Run one training step on one grid as the engine does it, without peers, or of its stages, against the clock."""
     from axo.perf import planner
 
     outputs = Outputs(json_out, plot=plot)
@@ -352,11 +357,12 @@ def simulate(
 
 def _simulate_grid(ranking: planner.GridPlan, outputs: Outputs, trace: Path | None) -> None:
     """Run a step of the one candidate of a plan against the clock."""
-    from axo.perf import chrome_trace, output, plots, simulator
+    from axo.dryrun import simulate as engine
+    from axo.perf import chrome_trace, output, plots
 
     asked, one = ranking.request, ranking.best
     assert one.memory is not None
-    step = simulator.simulate(asked.workload, one.grid, asked.machine, one.run)
+    step = engine.simulate(asked.workload, one.grid, asked.machine, one.run)
     percent, peak = ranking.percent_of_peak(one, seconds=step.seconds), one.memory.total
     if trace is not None:
         chrome_trace.write(trace, step.spans, [0])
@@ -374,7 +380,7 @@ def _simulate_grid(ranking: planner.GridPlan, outputs: Outputs, trace: Path | No
         (title, output.simulation_table(step)),
         f"one step {step.seconds:.3f} s, {percent:.1f}% of peak (HFU), at most {peak / 2**30:.1f} GiB a GPU;"
         f" the closed form says {one.seconds:.3f} s",
-        f"simulated {step.micro_batches} of {one.run.micro_batches} micro-batches; the rest repeat"
+        f"recorded {step.micro_batches} of {one.run.micro_batches} micro-batches; the rest repeat the last"
         if step.micro_batches < one.run.micro_batches else "",
         f"trace: {trace} (open it in ui.perfetto.dev)" if trace is not None else "",
     ]  # fmt: skip

@@ -8,7 +8,7 @@ whose result depends on values, and those that change the shape or the storage o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -65,6 +65,7 @@ class Faking(FakeTensorMode):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._ledger = ledger
+        self.watch: Callable[[Any, Any, Any], None] = lambda operation, args, result: None
         self._outcomes: dict[tuple[Any, ...], _Outcome | None] = {}  # None: torch is asked each time
         self._attributes: dict[str, Any] = {}  # of a tensor without values
 
@@ -73,7 +74,9 @@ class Faking(FakeTensorMode):
         key = _key(func, args, kwargs or {}, inputs)
         outcome = None if key is None else self._outcomes.get(key)
         if outcome is not None:
-            return self._make(outcome, inputs)
+            result = self._make(outcome, inputs)
+            self.watch(func, args, result)
+            return result
         before = [tensor.untyped_storage()._cdata for tensor in inputs]
         result = super().dispatch(func, types, args, kwargs or {})
         for tensor in tree_leaves(result) if isinstance(result, (tuple, list, dict)) else (result,):
@@ -84,6 +87,7 @@ class Faking(FakeTensorMode):
             same = key == _key(func, args, kwargs or {}, [])
             same &= before == [tensor.untyped_storage()._cdata for tensor in inputs]
             self._outcomes[key] = self._learn(func, result, inputs) if same else None
+        self.watch(func, args, result)
         return result
 
     def again(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -91,7 +95,11 @@ class Faking(FakeTensorMode):
         inputs: list[FakeTensor] = []
         key = _key(func, args, kwargs, inputs)
         outcome = None if key is None else self._outcomes.get(key)
-        return NotImplemented if outcome is None else self._make(outcome, inputs)
+        if outcome is None:
+            return NotImplemented
+        result = self._make(outcome, inputs)
+        self.watch(func, args, result)
+        return result
 
     def _learn(self, func: Any, result: Any, inputs: list[FakeTensor]) -> _Outcome | None:
         if _BY_VALUE & set(func.tags) or torch.is_inference_mode_enabled():

@@ -46,12 +46,14 @@ from axo.dryrun.memory import (
     Ledger,
     Peak,
 )
+from axo.dryrun.recorder import Recorder
 from axo.dryrun.shapes import Faking
 from axo.nn import loss
 from axo.nn.experts import SpreadExperts
 from axo.offload import activations
 from axo.overlap.events import TracedWork
 from axo.overlap.model import engines
+from axo.perf.replay import Entry
 from axo.sharding import cut_sequence
 from axo.train import loop
 from axo.train.check import check_step
@@ -118,8 +120,11 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"dryrun: cuts={config.cuts} are of stages, and there is one; add --pipeline")
 
 
-def run(config: TrainConfig, rank: int = 0) -> Record:
+def run(config: TrainConfig, rank: int = 0, entries: list[Entry] | None = None) -> Record:
     """Run two steps as ``rank`` on tensors without values and return the second one's record.
+
+    Args:
+        entries: Takes all that the rank does in it, for ``axo.perf.replay``.
 
     Raises:
         ValueError: The model does not fit the grid, or a dry run cannot do it (:func:`check`).
@@ -128,7 +133,7 @@ def run(config: TrainConfig, rank: int = 0) -> Record:
     comms = recording(config.grid, rank, config.pipeline, config.context, config.experts)
     with warnings.catch_warnings(), _two_chunks_for_all():
         warnings.filterwarnings("ignore", message=".*data pointer.*", category=UserWarning)
-        return _run(config, comms, fake=True)
+        return _run(config, comms, fake=True, entries=entries)
 
 
 def measure(config: TrainConfig, comms: Communicators | None = None, rank: int = 0) -> Record:
@@ -146,10 +151,11 @@ def measure(config: TrainConfig, comms: Communicators | None = None, rank: int =
     return _run(config, alone if comms is None else comms, fake=False)
 
 
-def _run(config: TrainConfig, comms: Communicators, fake: bool) -> Record:
+def _run(config: TrainConfig, comms: Communicators, fake: bool, entries: list[Entry] | None = None) -> Record:
     started = time.perf_counter()
     ledger = Ledger()
     mode = Faking(ledger) if fake else Following(ledger)
+    followed = nullcontext if entries is None else Recorder(ledger, mode, entries).of
     alone = comms if isinstance(comms, RecordingCommunicators) else None
     issued = alone.issued if alone else []
     built = _build(config, comms, ledger, mode)
@@ -159,7 +165,8 @@ def _run(config: TrainConfig, comms: Communicators, fake: bool) -> Record:
         _step(trainer, ledger, mode)
         issued.clear()
         ledger.restart()
-        saved = _step(trainer, ledger, mode)
+        with followed(trainer):
+            saved = _step(trainer, ledger, mode)
         ledger.look()
         always = {kind: ledger.there(kind) for kind in (WEIGHTS, OPTIMIZER)}
         del trainer, built

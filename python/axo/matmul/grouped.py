@@ -19,11 +19,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
 from axo.matmul.fused import FusedSum
 from axo.matmul.product import DistributedMatmul
@@ -33,17 +34,36 @@ from axo.overlap.engine import Exchange
 from axo.placement import Placement
 
 
-class Travel(Protocol):
-    """Rows on their way to other ranks and from them, and their gradients the other way."""
+class RowTransfer:
+    """Rows to other ranks and from them, ``sent`` and ``received`` of each, one time each way.
 
-    def start(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send rows."""
+    Gradients go the other way, times ``factor``.
+    """
+
+    def __init__(self, line: Communicator, sent: list[int], received: list[int], factor: float) -> None:
+        self.line, self.sent, self.received, self.factor = line, sent, received, factor
+        self._work: Any = None  # what is on its way
+
+    def start(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Send ``rows``; what comes, which is not to be touched before ``wait``, into ``out`` if given."""
+        return self._start(rows, self.sent, self.received, out)
 
     def start_back(self, grad: torch.Tensor) -> None:
-        """Send gradients of rows that came."""
+        """Send gradients of what came; ``wait`` gives what comes."""
+        self._start(grad if self.factor == 1 else grad * self.factor, self.received, self.sent, None)
+
+    def _start(
+        self, rows: torch.Tensor, sent: list[int], received: list[int], out: torch.Tensor | None
+    ) -> torch.Tensor:
+        out = rows.new_empty(sum(received), rows.shape[1]) if out is None else out
+        self._work = self.line.all_to_all(rows.contiguous(), out, async_op=True, send_counts=sent, recv_counts=received)
+        return out
 
     def wait(self) -> torch.Tensor:
         """What was on its way."""
+        out: torch.Tensor = self._work.wait()
+        self._work = None
+        return out
 
 
 @dataclass(frozen=True)
@@ -62,8 +82,8 @@ class Piece:
     sizes: Sequence[int]
     order: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
-    there: Travel | None = None
-    back: Travel | None = None
+    there: RowTransfer | None = None
+    back: RowTransfer | None = None
 
     def by_expert(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows that came, by expert."""

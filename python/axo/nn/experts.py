@@ -27,9 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
-from axo.matmul.grouped import Piece
+from axo.matmul.grouped import Piece, RowTransfer
 from axo.matmul.product import refuse_create_graph
 from axo.matmul.products import compute_dtype
 from axo.overlap.autograd import in_backward
@@ -92,14 +91,14 @@ class SpreadExperts:
                 return stack.multiply(rows, [Piece(range(each), going)])
             return torch.cat([expert(part) for expert, part in zip(self._mine, rows.split(going), strict=True)])
         factor = line.size if self._mean else 1
-        there, back = list[_Transfer](), list[_Transfer]()
+        there, back = list[RowTransfer](), list[RowTransfer]()
         for half in self._halves:
             sent, received = (
                 [sum(of[each * rank + number] for number in half) for rank in range(line.size)]
                 for of in (going, coming)
             )
-            there.append(_Transfer(line, sent, received, factor))
-            back.append(_Transfer(line, received, sent, 1 / factor))
+            there.append(RowTransfer(line, sent, received, factor))
+            back.append(RowTransfer(line, received, sent, 1 / factor))
         came = [[coming[each * rank + number] for rank in range(line.size) for number in half] for half in self._halves]
         returning, parts = list[torch.Tensor](), _Start.apply(there, rows, stack is not None)
         if stack is not None:
@@ -129,7 +128,7 @@ class SpreadExperts:
         return piece.as_they_came(torch.cat(outputs))
 
     def _piece(
-        self, half: range, blocks: list[int], there: _Transfer | None = None, back: _Transfer | None = None
+        self, half: range, blocks: list[int], there: RowTransfer | None = None, back: RowTransfer | None = None
     ) -> Piece:
         """How the rows of a half lie that came: ``blocks`` of them, by rank, and of one rank by expert."""
         ranks = len(blocks) // len(half)
@@ -180,38 +179,6 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-class _Transfer:
-    """Rows to other ranks and from them, ``sent`` and ``received`` of each, one time each way.
-
-    Gradients go the other way, times ``factor``.
-    """
-
-    def __init__(self, line: Communicator, sent: list[int], received: list[int], factor: float) -> None:
-        self.line, self.sent, self.received, self.factor = line, sent, received, factor
-        self._work: Any = None  # what is on its way
-
-    def start(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Send ``rows``; what comes, which is not to be touched before ``wait``, into ``out`` if given."""
-        return self._start(rows, self.sent, self.received, out)
-
-    def start_back(self, grad: torch.Tensor) -> None:
-        """Send gradients of what came; ``wait`` gives what comes."""
-        self._start(grad if self.factor == 1 else grad * self.factor, self.received, self.sent, None)
-
-    def _start(
-        self, rows: torch.Tensor, sent: list[int], received: list[int], out: torch.Tensor | None
-    ) -> torch.Tensor:
-        out = rows.new_empty(sum(received), rows.shape[1]) if out is None else out
-        self._work = self.line.all_to_all(rows.contiguous(), out, async_op=True, send_counts=sent, recv_counts=received)
-        return out
-
-    def wait(self) -> torch.Tensor:
-        """What was on its way."""
-        out: torch.Tensor = self._work.wait()
-        self._work = None
-        return out
-
-
 class _Start(torch.autograd.Function):
     """Rows, as many for each transfer as it sends, are on their way: what comes of each, or of all in one tensor.
 
@@ -219,7 +186,7 @@ class _Start(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, transfers: list[_Transfer], rows: torch.Tensor, whole: bool) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, transfers: list[RowTransfer], rows: torch.Tensor, whole: bool) -> tuple[torch.Tensor, ...]:
         ctx.transfers = transfers
         parts = rows.split([sum(one.sent) for one in transfers])
         if not whole:
@@ -246,7 +213,7 @@ class _Finish(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, transfers: list[_Transfer], count: int, *parts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, transfers: list[RowTransfer], count: int, *parts: torch.Tensor) -> torch.Tensor:
         ctx.transfers, ctx.absent = transfers, parts[count:]
         ctx.shapes = [part.shape for part in parts[:count]]
         come = [one.wait() for one in transfers]

@@ -9,7 +9,7 @@
     one step          layer_time (seconds of a layer and a block), model (a step by closed form), memory, flops
     with stages       cut (where), pipeline_schedule (who runs what when), stages (one step)
     all grids         planner, grid_choice (``--grid auto``), command (a row's command)
-    against the clock clock, simulator (the operations of one grid's step)
+    against the clock clock, replay (of one grid's step, as ``axo.dryrun`` records it)
     what is printed   output, plots, chrome_trace
 
 The papers' numbers beside these are in ``bench/papers``.

@@ -3,7 +3,7 @@
 A stream runs its operations in order, each as soon as what it waits for has ended. Streams of one group share what they
 use in equal parts (the axes that leave a node its NICs, those inside it its links); products lose ``contention`` of
 their speed while anything runs beside them.
-Not here: which operations a step has (``simulator``, ``pipeline_schedule``).
+Not here: which operations a step has (``replay``, ``pipeline_schedule``).
 """
 
 from __future__ import annotations

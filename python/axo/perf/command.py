@@ -2,7 +2,7 @@
 
 A model that ``axo train`` builds (a LitGPT name or file) gives a training command, under torchrun on as many nodes as
 it takes, and one of ``axo litgpt pretrain`` where that can run the row; one that only the planner knows (the papers'
-models, a config.json) the simulation of the same step, of the same file. ``DATA``, ``TOKENIZER`` and ``HEAD_NODE``
+GPTs, a config.json) the simulation of the same step, of the same file. ``DATA``, ``TOKENIZER`` and ``HEAD_NODE``
 stand for what the user has: text, the folder of a tokenizer, and the name of the first node.
 
 A batch that does not divide over the ranks of z and data is rounded up, as its step was predicted.
@@ -55,9 +55,9 @@ def torchrun(plan: GridPlan) -> list[str]:
 
 
 def command_line(plan: GridPlan, candidate: Candidate) -> str:
-    """Return the command of one candidate; of one that is left out, or that only the planner knows, an empty text."""
+    """Return the command of one candidate; of one that is left out, or that nothing else runs, an empty text."""
     asked, run, model, stages = plan.request, candidate.run, plan.request.workload, candidate.stages
-    alone = candidate.algorithm == "axonn" and not model.trained_as
+    alone = candidate.algorithm == "axonn" and model.in_litgpt and not model.trained_as
     if candidate.time is None or not (model.trained_as or alone) or (alone and max(run.context, run.experts) > 1):
         return ""
     overlap = ",".join(name for name in OVERLAPS if name in run.overlap) or "none"

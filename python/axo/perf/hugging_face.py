@@ -1,4 +1,4 @@
-"""A Hugging Face configuration as a `Workload`: transformers' own class is built on the meta device and looked at.
+"""A Hugging Face configuration as LitGPT's fields: transformers' own class is built on the meta device and looked at.
 
 No field of a configuration is interpreted here but the number of blocks and of heads, and how many experts a token
 goes through, which no shape shows: what a model is, its class says. A class with a part that is not known (a state
@@ -13,11 +13,12 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from axo.perf.workload import Experts, Latent, Workload, gpt, sample_length
+from axo.perf.workload import LATENT, Experts, Workload, from_litgpt
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,25 +49,34 @@ def read(fields: Mapping[str, Any], *, name: str = "model", seq_length: int | No
     runs = [(len(list(same)), experts) for experts, same in itertools.groupby(block["experts"] for block in blocks)]
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tables = (module for module in model.modules() if _kind(module) == "Embedding" and module is not table)
-    caps = [bool(getattr(config, f"{what}_logit_softcapping", None)) for what in ("attn", "final")]
-    workload = gpt(
-        name,
-        layers=len(blocks),
-        hidden=table.embedding_dim,
-        vocab=table.num_embeddings,
-        seq_length=seq_length or sample_length(getattr(config, "max_position_embeddings", None)),
-        head_bias=head is not None and head.bias is not None,
-        parallel=bool(getattr(config, "use_parallel_residual", False) or getattr(config, "parallel_attn", False)),
-        stacks=runs,
-        caps=(caps[0], caps[1]),
-        positions=next((module.num_embeddings for module in tables), 0),
-        tied=head is None or head.weight is table.weight,
-        gated=mlp["gated"],
-        intermediate=mlp["intermediate"],
-        **shapes[0],
-    )
+    what: dict[str, Any] = {
+        "name": name, "n_layer": len(blocks), "n_embd": table.embedding_dim, "padded_vocab_size": table.num_embeddings,
+        "block_size": getattr(config, "max_position_embeddings", None),
+        "lm_head_bias": head is not None and head.bias is not None,
+        "tied": head is None or head.weight is table.weight,
+        "positions": next((module.num_embeddings for module in tables), 0),
+        "parallel_residual": any(getattr(config, one, False) for one in ("use_parallel_residual", "parallel_attn")),
+        "attention_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        "mlp_class_name": "LLaMAMLP" if mlp["gated"] else "GptNeoxMLP", "intermediate_size": mlp["intermediate"],
+    }  # fmt: skip
+    workload = from_litgpt(what | _mixture(runs) | shapes[0], seq_length=seq_length)
     _check_count(workload, model, name)
-    return workload
+    return replace(workload, tables=0, longest=0)  # it turns queries and keys without tables
+
+
+def _mixture(runs: Sequence[tuple[int, Experts | None]]) -> dict[str, Any]:
+    """Of runs of blocks with the same MLP, LitGPT's fields of a mixture, where it has such a model; else the runs."""
+    experts = runs[-1][1]
+    if len(runs) == 1 and experts is None:
+        return {}
+    if experts is None or len(runs) > 2 or (runs[:-1] and runs[0][1]) or experts.shared % experts.intermediate:
+        return {"stacks": runs}
+    return {
+        "mlp_class_name": "LLaMAMoE", "n_expert": experts.count, "n_expert_per_token": experts.per_token,
+        "moe_intermediate_size": experts.intermediate, "n_shared_expert": experts.shared // experts.intermediate,
+        "first_k_dense_replace": runs[0][0] if len(runs) == 2 else 0,
+    }  # fmt: skip
 
 
 def build(fields: Mapping[str, Any], name: str) -> Any:
@@ -175,7 +185,7 @@ def _blocks(model: Any, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _block(block: nn.Module, hidden: int, config: Any, owner: str) -> dict[str, Any]:
-    """What a block is, by its modules: arguments of ``gpt``, and the experts of its MLP."""
+    """What a block is, by its modules: fields of ``litgpt.Config``, and what its MLP is."""
     from torch import nn
 
     parts = {child: module for child, module in block.named_children() if any(True for _ in module.parameters())}
@@ -204,29 +214,31 @@ def _block(block: nn.Module, hidden: int, config: Any, owner: str) -> dict[str, 
             f"{owner} has an attention whose layers are not queries, keys and values of {heads} heads and an output;"
             " gated attention, and a latent one of keys alone, are not modelled"
         )
-    norm_qk = "" if not widths else "heads" if widths[0] == head_size else "all"
     mlp = nn.ModuleDict({child: parts[child] for child in others}) if loose else parts[others[0]]
     gated, intermediate, experts, bias = _mlp(mlp, hidden, config, owner)
     post = [child.startswith("post_") for child in norms]
     both = len(norms) == 4 or not any("input" in child or "1" in child or "pre" in child for child in norms)
     behind = both and sum(post) == 2
     vectors = len(list(parts[norms[0]].parameters())) if norms else 1
+    count = len(norms) - 2 * behind
     return {
-        "heads": heads, "kv_heads": heads if latent else kv_heads, "head_size": head_size, "norm_qk": norm_qk,
-        "latent": latent, "bias": bias, "qkv_bias": any(linear.bias is not None for linear in queries),
-        "norms": len(norms) - 2 * behind,
-        "post_norms": (behind, behind), "norm": "layernorm" if vectors == 2 else "rmsnorm",
+        "n_head": heads, "n_query_groups": heads if latent else kv_heads, "head_size": head_size,
+        "norm_qk": bool(widths), "norm_qk_type": "default" if widths[:1] in ([], [head_size]) else "olmo2",
+        "latent_attention": latent, "bias": bias, "qkv_bias": any(linear.bias is not None for linear in queries),
+        "norm_1": count > 0, "norm_2": count > 0, "shared_attention_norm": count == 1,
+        "post_attention_norm": behind, "post_mlp_norm": behind,
+        "norm_class_name": "LayerNorm" if vectors == 2 else "RMSNorm",
         "gated": gated, "intermediate": intermediate, "experts": experts,
     }  # fmt: skip
 
 
-def _latent(sizes: Mapping[str, tuple[int, int]], heads: int) -> Latent | None:
+def _latent(sizes: Mapping[str, tuple[int, int]], heads: int) -> dict[str, int] | None:
     """DeepSeek's attention, by the sizes (in, out) of its layers; None: another."""
     if not {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= set(sizes):
         return None
     keys, values = sizes["kv_b_proj"][0], sizes["o_proj"][0] // heads
     rotary, plain = sizes["kv_a_proj_with_mqa"][1] - keys, sizes["kv_b_proj"][1] // heads - values
-    return Latent(sizes["q_a_proj"][1], keys, rotary, plain, values)
+    return dict(zip(LATENT, (sizes["q_a_proj"][1], keys, rotary, plain, values), strict=True))
 
 
 def _leaves(module: Any, owner: str, experts: int = 0) -> tuple[dict[str, Any], list[int]]:

@@ -8,7 +8,7 @@ Tesseract multiplies q blocks a product: of its q steps of broadcasts and a prod
 the first shows, and of the others what their products do not hide. Experts are layers one behind the other; of the rows
 that travel to those of other ranks nothing hides.
 
-It does not know what overlaps what: ``axo.perf.model`` and ``axo.perf.simulator`` do.
+It does not know what overlaps what: ``axo.perf.model`` does.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def seen(seq_length: int) -> float:
 
 
 class Value:
-    """A frozen dataclass that is equal to others with the same fields, whatever their names.
+    """A frozen dataclass that is equal to others with the same fields that compare, whatever their names.
 
     Layers, blocks and models are keys of what a search has computed, so the hash is computed once.
     """
@@ -52,7 +52,7 @@ class Value:
     @cached_property
     def _key(self) -> tuple[Any, ...]:
         mine: Any = self
-        return (type(self), *(getattr(self, one.name) for one in fields(mine) if one.name != "name"))
+        return (type(self), *(getattr(self, one.name) for one in fields(mine) if one.compare and one.name != "name"))
 
     @cached_property
     def _hash(self) -> int:
@@ -169,6 +169,10 @@ class Layer(Value):
     def my_rows(self, grid: Grid, rows: int, run: RunOptions) -> float:
         """Its rows on a rank: of all its experts, and of its tokens where the stream's are split over x."""
         return rows * self.rows * self.experts / (run.token_ranks(grid) if self.on_stream else 1)
+
+    def width(self, grid: Grid) -> int:
+        """Features of its input on a rank."""
+        return chunk(self.in_features, grid.y if self.transposed else grid.x)
 
     def local_heads(self, grid: Grid) -> tuple[int, int]:
         """Heads of a rank, and groups of keys and values."""
@@ -413,14 +417,11 @@ class AttentionKind(Layer):
         )  # fmt: skip
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
-        seconds = 4.0 * rows * attended * self._width(grid) / machine.attention_flops
+        seconds = 4.0 * rows * attended * self.width(grid) / machine.attention_flops
         return seconds, 2.0 * seconds, 0.0
 
-    def _width(self, grid: Grid) -> int:
-        return chunk(self.in_features, grid.y if self.transposed else grid.x)
-
     def bytes(self, grid: Grid, rows: int, run: RunOptions) -> LayerBytes:
-        mine, (heads, groups), width = self.my_rows(grid, rows, run), self.local_heads(grid), self._width(grid)
+        mine, (heads, groups), width = self.my_rows(grid, rows, run), self.local_heads(grid), self.width(grid)
         # q, k and the output; v where each head's is a copy of its group's; a logarithm a head.
         tensors = run.itemsize * (3 + (groups < heads) - (self.scores > 0)) * width
         scores = FP32 * mine * self.scores * heads  # a square of a sequence a head
@@ -459,12 +460,10 @@ class PointwiseKind(Layer):
         return self.transposed
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
-        width = chunk(self.in_features, grid.y if self.transposed else grid.x)
-        return _moved(self.moves, self.mine * rows * width, machine)
+        return _moved(self.moves, self.mine * rows * self.width(grid), machine)
 
     def bytes(self, grid: Grid, rows: int, run: RunOptions) -> LayerBytes:
-        mine = run.itemsize * self.my_rows(grid, rows, run)
-        width = chunk(self.in_features, grid.x)
+        mine, width = run.itemsize * self.my_rows(grid, rows, run), self.width(grid)
         through = 0.0 if self.transposed else mine * max(2, self.kept) * width
         if not self.heads:
             return LayerBytes(mine * self.kept * width, through)
@@ -492,10 +491,10 @@ class RoutingKind(Layer):
 
     def _seconds(self, grid: Grid, rows: float, machine: Machine, attended: float) -> Seconds:
         moves = tuple(a + b for a, b in zip(SPLIT, RESIDUAL, strict=True))
-        return _moved(moves, self.mine * rows * chunk(self.in_features, grid.y), machine)
+        return _moved(moves, self.mine * rows * self.width(grid), machine)
 
     def bytes(self, grid: Grid, rows: int, run: RunOptions) -> LayerBytes:
-        mine, width = self.my_rows(grid, rows, run), chunk(self.in_features, grid.y)
+        mine, width = self.my_rows(grid, rows, run), self.width(grid)
         # Outputs before they are weighted; numbers of rows for each time that rows are put in another order.
         orders = 2 if self.spread == 1 else 4
         return LayerBytes(mine * (run.itemsize * width + INT64 * orders), mine * 2 * run.stream * width)

@@ -10,8 +10,8 @@ element w of weights, c of products, s of the residual stream (4, 2, 4 under bf1
                (with ZeRO-2 this rank's share, and a bucket that has not gone over data yet)
     tables     sines and cosines of the rotary embedding, whole on every rank: with the weights
     gathered   c P' / (Gx Gy)  blocks as products read them: all of the model when kept from forward to backward (where
-               z is 1 one more block, which is cast again when it runs again), else two blocks (OAG gathers the next one
-               ahead), or the largest layer
+               z is 1 one more block, which is cast again when it runs again), else what z cuts of two blocks
+               (OAG gathers the next one ahead), and the largest of the others
     kept       s r h / Gy a recomputed block (its input; with selective recomputation the results of products and of
                attention too), or every saved tensor of every layer without checkpointing
     working    while a block runs backward: what a recomputed one saves when it runs again, its output's gradient, and
@@ -42,7 +42,7 @@ from typing import NamedTuple
 from axo.grid import Grid
 from axo.matmul.cost import chunk
 from axo.perf.layer_time import Costs
-from axo.perf.layers import LayerBytes, LinearKind, LossKind, NormKind
+from axo.perf.layers import LayerBytes, LinearKind, LossKind, NormKind, RoutingKind
 from axo.perf.machine import Machine
 from axo.perf.run_options import RunOptions
 from axo.perf.workload import Block, Workload
@@ -103,7 +103,8 @@ class _BlockBytes(NamedTuple):
     Attributes:
         layers: Of each of its layers. all: Their sums.
         has_loss: Whether it is the block of the loss.
-        largest: Weight of a layer, as products read it.
+        ahead: Weights of the layers that z cuts, as products read them: they are gathered block by block.
+        alone: That of the largest layer that is read by itself: each expert is one.
         input: Of the block, from the residual stream.
         unsummed: With split tokens, the last product's result, whose sum recomputation leaves out.
         workings: What ``_working`` has returned, by what it depends on beside these.
@@ -112,7 +113,8 @@ class _BlockBytes(NamedTuple):
     layers: list[LayerBytes]
     all: LayerBytes
     has_loss: bool
-    largest: float
+    ahead: float
+    alone: float
     input: float
     unsummed: float
     workings: dict[tuple[object, ...], float]
@@ -124,9 +126,11 @@ def _block_bytes(block: Block, grid: Grid, rows: int, run: RunOptions, costs: Co
         has_loss = any(isinstance(layer, LossKind) for layer in block.layers)
         last = block.unsummed(grid, run)
         unsummed = 0.0 if last is None else layers[block.layers.index(last)].results
-        largest = max(layer.of_weights for layer in layers)
+        ahead = sum(of.of_weights for of in layers if of.scattered) if "oag" in run.overlap else 0.0
+        reads = zip(block.layers, layers, strict=True)
+        alone = max((of.of_weights / layer.mine for layer, of in reads if not (ahead and of.scattered)), default=0.0)
         total = LayerBytes._make(map(sum, zip(*layers, strict=True)))
-        return _BlockBytes(layers, total, has_loss, largest, block_input(block, grid, rows, run), unsummed, {})
+        return _BlockBytes(layers, total, has_loss, ahead, alone, block_input(block, grid, rows, run), unsummed, {})
 
     if costs is None:
         return count()
@@ -277,9 +281,7 @@ def _gathered(blocks: list[tuple[int, _BlockBytes]], grid: Grid, run: RunOptions
     """Bytes of weights of (how many, blocks) as products read them: gathered over z, or cast where z cuts nothing."""
     if run.cached_gathers:
         return run.cached_gathers * sum(repeat * one.all.of_weights for repeat, one in blocks)
-    if grid.z > 1 and "oag" in run.overlap:
-        return 2.0 * max(one.all.of_weights for _, one in blocks)
-    return max(one.largest for _, one in blocks)
+    return 2.0 * max(one.ahead for _, one in blocks) + max(one.alone for _, one in blocks)
 
 
 def block_input(block: Block, grid: Grid, rows: int, run: RunOptions) -> float:
@@ -310,16 +312,20 @@ def _backward(block: Block, one: _BlockBytes, grid: Grid, run: RunOptions, ahead
 
     After its backward a layer's saved tensors and gathered weight are freed, and its gradient stays. While a gradient
     is computed, the two before it are still being scattered over z; ``ahead``: bytes of one that the block begins with.
+    Experts follow each other. A block that does not run again asks for its weights at its first product.
     """
-    releases = run.cached_gathers > 0 or (grid.z > 1 and "oag" in run.overlap)
-    most, there, before, last = 0.0, 0.0, 0.0, ahead
+    asks = 0.0 if run.cached_gathers or block.reruns(run) else one.ahead
+    most, there, before, last = 0.0, -asks, 0.0, ahead
     for layer, of in zip(reversed(block.layers), reversed(one.layers), strict=True):
         if not isinstance(layer, LossKind):  # the gradient of the logits overwrites them
-            most = max(most, there + before + last + of.through)
+            each = 1 if isinstance(layer, RoutingKind) else layer.mine
+            if isinstance(layer, LinearKind):
+                there, asks = there + asks, 0.0
+            most = max(most, there + before + last + of.through / each)
             if isinstance(layer, LinearKind):  # dI, then dW without the weight
-                there -= of.of_weights * releases
-                most = max(most, there + before + last + of.scattered + of.through)
-                before, last = last, of.scattered
+                there -= of.of_weights * (run.cached_gathers > 0 or (one.ahead > 0 and of.scattered > 0))
+                most = max(most, there + before + last + (of.scattered + of.through) / each)
+                before, last = last, of.scattered / each
                 there += of.gradient
         there -= of.saved
     return most

@@ -8,7 +8,7 @@ count), gives each axis the bandwidth of equation (10), adds latency, and lays t
     end         all-reduce over data, optimizer
 
 Collectives of two axes that both leave the node share its NICs: their times add where they would overlap.
-It does not simulate: ``axo.perf.simulator`` does, event by event, and is held against this closed form.
+Event by event ``axo.perf.replay`` runs what the engine does, and this form is held against that.
 """
 
 from __future__ import annotations

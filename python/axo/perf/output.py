@@ -23,7 +23,7 @@ from axo.perf.planner import INTERVAL, Alternative, Candidate, GridPlan, others
 from axo.perf.stages import Stages
 
 if TYPE_CHECKING:
-    from axo.perf.simulator import Simulation
+    from axo.perf.replay import Simulation
 
 Table = tuple[list[str], list[list[str]]]  # header and rows, as text
 Shown = str | tuple[str, Table]  # of what is printed: a sentence, or a table and its title; what is empty is left out

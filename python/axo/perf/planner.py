@@ -12,7 +12,7 @@ fastest that fits counts.
 With ``pipeline`` each number of stages is tried with all grids of its share of the GPUs, cut by flops, with each of
 ``schedules`` and the smallest micro-batches.
 
-It measures nothing and does not know what else uses the network; ``axo.perf.simulator`` looks at one grid more closely.
+It measures nothing and does not know what else uses the network; ``axo.perf.replay`` looks at one grid more closely.
 """
 
 from __future__ import annotations

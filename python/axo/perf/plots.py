@@ -10,7 +10,7 @@ from axo.grid import AXES
 from axo.perf.chrome_trace import STREAMS, Span
 from axo.perf.pipeline_schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Timeline
 from axo.perf.planner import GridPlan
-from axo.perf.simulator import Simulation
+from axo.perf.replay import Simulation
 
 COLORS = {
     "products": "#3b6fb6",

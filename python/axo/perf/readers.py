@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,11 +22,11 @@ from typing import Any
 import yaml
 
 from axo import files
-from axo.perf.workload import Experts, Latent, Workload, gpt, sample_length, unet
+from axo.perf.workload import Workload, gpt, unet
+from axo.perf.workload import from_litgpt as from_litgpt
 
 _DATA = Path(__file__).parent / "data"
 _USE = "use a model of the papers (gpt-5b, unet-1b), a LitGPT name, a config.json or a model_config.yaml"
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # of Latent
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -96,16 +96,20 @@ def _from_file(path: Path, seq_length: int | None) -> Workload:
 
 def _from_litgpt_name(name: str, seq_length: int | None) -> Workload:
     litgpt = _litgpt_config()
-    fields: dict[str, Any] = {}
-    for one in litgpt.configs if litgpt is not None else ():
-        theirs, org = one["hf_config"].get("name"), one["hf_config"].get("org")
-        if name == one["name"] or (not fields and name in (theirs, f"{org}/{theirs}", f"{org}/{one['name']}")):
-            fields = dict(one)
-    if litgpt is None or not fields:
+    fields = named(name, litgpt.configs) if litgpt is not None else None
+    if litgpt is None or fields is None:
         names = [*known(), *(litgpt.name_to_config if litgpt is not None else ())]
         missing = "" if litgpt is not None else " (LitGPT is not installed: pip install 'axo[litgpt]')"
         raise ValueError(f"model {name!r} is not known{nearest(name, names)}; {_USE}{missing}")
     return replace(from_litgpt(vars(litgpt.Config(**fields)), seq_length=seq_length), trained_as=str(fields["name"]))
+
+
+def named(name: str, configs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """That of LitGPT's ``configs`` which LitGPT calls so, else the first that Hugging Face does; None: none is."""
+    theirs = [(one, one["hf_config"].get("name"), one["hf_config"].get("org")) for one in configs]
+    called = [one for one in configs if one["name"] == name]
+    called += [one for one, hf, org in theirs if name in (hf, f"{org}/{hf}", f"{org}/{one['name']}")]
+    return called[0] if called else None
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -129,69 +133,3 @@ def _litgpt_config() -> Any:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclass looks for itself there
     spec.loader.exec_module(module)
     return module
-
-
-def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> Workload:
-    """Read the fields of a ``litgpt.Config``.
-
-    Raises:
-        ValueError: A field is missing.
-    """
-    name = str(config.get("name") or "litgpt model")
-    kind = config.get("mlp_class_name", "GptNeoxMLP")
-    latent = config.get("latent_attention")
-    layers, stacks = _field(config, name, "n_layer"), list[tuple[int, Experts | None]]()
-    if kind == "LLaMAMoE":
-        width = _field(config, name, "moe_intermediate_size", "intermediate_size")
-        dense = min(layers, _optional(config, name, "first_k_dense_replace"))
-        experts = Experts(_field(config, name, "n_expert"), _field(config, name, "n_expert_per_token"), width,
-                          width * _optional(config, name, "n_shared_expert"))  # fmt: skip
-        stacks = [run for run in ((dense, None), (layers - dense, experts)) if run[0]]
-    norm_qk = ("all" if config.get("norm_qk_type") == "olmo2" else "heads") if config.get("norm_qk") else ""
-    pre_norms = config.get("norm_1", True) + (config.get("norm_2", True) and not config.get("shared_attention_norm"))
-    heads, hidden = _field(config, name, "n_head"), _field(config, name, "n_embd")
-    head_size = _optional(config, name, "head_size")
-    if not head_size and hidden % heads:
-        raise ValueError(f"model {name!r}: {heads} heads do not divide the width {hidden}, and there is no head_size")
-    longest = config.get("block_size")
-    workload = gpt(
-        name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_optional(config, name, "n_query_groups") or heads,
-        head_size=head_size,
-        intermediate=_optional(config, name, "intermediate_size"),
-        vocab=_optional(config, name, "padded_vocab_size") or _field(config, name, "vocab_size"),
-        seq_length=seq_length or sample_length(longest),
-        gated=kind in ("LLaMAMLP", "GemmaMLP", "LLaMAMoE"),
-        bias=bool(config.get("bias", True)),
-        qkv_bias=bool(config.get("attn_bias", False) or config.get("bias", True)),
-        head_bias=bool(config.get("lm_head_bias", False)),
-        norm="rmsnorm" if config.get("norm_class_name") == "RMSNorm" else "layernorm",
-        norms=pre_norms,
-        parallel=bool(config.get("parallel_residual", True)),
-        post_norms=(bool(config.get("post_attention_norm")), bool(config.get("post_mlp_norm"))),
-        norm_qk=norm_qk,
-        latent=Latent(*(_field(latent, name, field) for field in _LATENT)) if latent else None,
-        stacks=stacks,
-        caps=(bool(config.get("attention_logit_softcapping")), bool(config.get("final_logit_softcapping"))),
-    )
-    turned = int((head_size or hidden // heads) * config.get("rotary_percentage", 0.25))
-    sines = 2 * workload.seq_length * turned * (2 if config.get("rope_indices") else 1)  # and cosines
-    return replace(workload, longest=longest or 0, tables=sines)
-
-
-def _field(config: Mapping[str, Any], name: str, *names: str) -> int:
-    for field in names:
-        value = config.get(field)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        if value is not None:
-            raise ValueError(f"model {name!r}: {field}={files.shown(value)} is not a whole number of at least 1")
-    raise ValueError(f"model {name!r}: the configuration has no {' or '.join(names)}")
-
-
-def _optional(config: Mapping[str, Any], name: str, field: str) -> int:
-    """A count that may be missing, null or 0: 0 then."""
-    return _field(config, name, field) if config.get(field) else 0

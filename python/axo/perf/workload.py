@@ -10,10 +10,12 @@ It does not read files: see ``axo.perf.readers``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
+from axo import files
 from axo.grid import Grid
 from axo.perf.layers import (
     ACTIVATION,
@@ -31,6 +33,9 @@ from axo.perf.layers import (
     Value,
 )
 from axo.perf.run_options import RunOptions
+
+# Fields of LitGPT's latent attention, in the order of ``Latent``.
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +97,7 @@ class Workload(Value):
         vocab: Vocabulary (0: none).
         longest: Tokens that it was made for (0: any).
         tables: Values of rotary tables, which every rank holds whole.
+        config: The fields of ``from_litgpt``, of a transformer.
         trained_as: What ``axo train --model`` calls it; empty: no model that it knows.
         file: Where it was read from; empty: it was asked for by name.
     """
@@ -107,6 +113,7 @@ class Workload(Value):
     file: str = ""
     longest: int = 0
     tables: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def spread(self, ranks: int) -> Workload:
         """The same with experts over so many neighbours along z."""
@@ -116,6 +123,11 @@ class Workload(Value):
     def experts(self) -> int:
         """Of a mixture, the fewest that there are; 0: it has none."""
         return min((layer.experts for _, layer in self.layers if isinstance(layer, RoutingKind)), default=0)
+
+    @property
+    def in_litgpt(self) -> bool:
+        """Whether LitGPT has a configuration for it: then the engine can run it."""
+        return bool(self.config) and "stacks" not in self.config
 
     def unrolled(self) -> Iterator[Block]:
         """Yield the blocks in forward order, repeats written out."""
@@ -271,8 +283,125 @@ def sample_length(longest: object) -> int:
     return min(2048, longest) if isinstance(longest, int) and longest > 0 else 2048
 
 
+def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> Workload:
+    """A transformer of these fields of ``litgpt.Config``: qkv and fc are normal layers, both proj transposed, so the
+    residual stream stays split over y.
+
+    Args:
+        config: The fields; one that is left out is as LitGPT has it. Beside them, of models that LitGPT has not:
+            ``stacks``, runs of blocks with the same MLP (how many, and their ``Experts`` or None); ``qkv_bias``, where
+            that is not ``bias`` or ``attn_bias``; ``positions``, rows of a table of learned positions; ``tied``,
+            whether the head reads the embedding's table.
+        seq_length: Tokens of a sample; None: ``sample_length``.
+
+    Raises:
+        ValueError: A field is missing, or is no count.
+    """
+    name = str(config.get("name") or "litgpt model")
+    kind, latent, longest = config.get("mlp_class_name"), config.get("latent_attention"), config.get("block_size")
+    hidden, heads = _count(config, name, "n_embd"), _count(config, name, "n_head")
+    head_size = _optional(config, name, "head_size")
+    if not head_size and hidden % heads:
+        raise ValueError(f"model {name!r}: {heads} heads do not divide the width {hidden}, and there is no head_size")
+    head_size, kv_heads = head_size or hidden // heads, _optional(config, name, "n_query_groups") or heads
+    intermediate = _optional(config, name, "intermediate_size") or 4 * hidden
+    tokens = seq_length or sample_length(longest)
+    norm = "rmsnorm" if config.get("norm_class_name") == "RMSNorm" else "layernorm"
+    bias, gated = bool(config.get("bias", True)), kind in ("LLaMAMLP", "GemmaMLP", "LLaMAMoE")
+    qkv_bias = bool(config.get("qkv_bias", bias or config.get("attn_bias", False)))
+    norm_qk = ("all" if config.get("norm_qk_type") == "olmo2" else "heads") if config.get("norm_qk") else ""
+    before = [config.get("norm_1", True), config.get("norm_2", True) and not config.get("shared_attention_norm")]
+    stacks = config.get("stacks") or _stacks(config, name, kind == "LLaMAMoE")
+    gathers = not any(experts for _, experts in stacks)
+    fc = LinearKind("mlp.fc", hidden, intermediate, bias=bias, shares_input=sum(before) == 1, gathers=gathers)
+    dense = (
+        *([replace(fc, name="mlp.fc_1"), LinearKind("mlp.fc_2", hidden, intermediate, bias=bias, shares_input=True)]
+          if gated else [fc]),
+        PointwiseKind("mlp.act", intermediate, moves=ACTIVATION_GATED if gated else ACTIVATION, kept=3 if gated else 1),
+        LinearKind("mlp.proj", intermediate, hidden, bias=bias, transposed=True),
+    )  # fmt: skip
+    qkv, inner = (heads + 2 * kv_heads) * head_size, heads * head_size
+    scores = tokens * bool(config.get("attention_logit_softcapping"))
+    attention: tuple[Layer, ...] = (
+        LinearKind("attn.qkv", hidden, qkv, bias=qkv_bias, kv_features=2 * kv_heads * head_size, kv_groups=kv_heads,
+                   gathers=gathers),
+        # Where every head has keys and values of its own, attention keeps v where qkv laid it: all of that is held.
+        PointwiseKind("attn.split", qkv, moves=SPLIT, heads=heads, kv_groups=kv_heads, kept=int(bool(norm_qk))),
+        *_norms_of_heads(norm_qk, norm, head_size, heads, kv_heads),
+        AttentionKind("attn", inner, heads=heads, kv_groups=kv_heads, scores=scores),
+        LinearKind("attn.proj", inner, hidden, bias=bias, transposed=True),
+    )  # fmt: skip
+    if latent:
+        sizes = Latent(*(_count(latent, name, one) for one in LATENT))
+        attention = sizes.layers(hidden, heads, norm, qkv_bias)
+    parallel = bool(config.get("parallel_residual", True))
+    behind_attention, behind_mlp = (
+        [NormKind(f"post_{part}_norm", hidden, norm=norm, of_product=True)] * bool(config.get(f"post_{part}_norm"))
+        for part in ("attention", "mlp")
+    )
+
+    def block(mlp: tuple[Layer, ...], count: int) -> Block:
+        layers = (
+            *([NormKind("norm_1", hidden, norm=norm)] if any(before) else []),
+            *attention,
+            *behind_attention,
+            PointwiseKind("residual_1", hidden, transposed=True, moves=RESIDUAL),
+            *([NormKind("norm_2", hidden, norm=norm, shares_input=parallel)] if all(before) else []),
+            *mlp,
+            *behind_mlp,
+            PointwiseKind("residual_2", hidden, transposed=True, moves=RESIDUAL),
+        )
+        return Block(layers, count, stacked=True)
+
+    vocab, positions = _count(config, name, "padded_vocab_size", "vocab_size"), config.get("positions", 0)
+    tables = (EmbeddingKind("wte", vocab, hidden), *([EmbeddingKind("wpe", positions, hidden)] if positions else []))
+    head = (
+        NormKind("ln_f", hidden, norm=norm),
+        LinearKind("lm_head", hidden, vocab, bias=bool(config.get("lm_head_bias")), uneven=True, gathers=gathers,
+                   tied=bool(config.get("tied")), head=True),
+        LossKind("loss", hidden, vocab, capped=bool(config.get("final_logit_softcapping"))),
+    )  # fmt: skip
+    stack = (block(dense if experts is None else experts.layers(hidden, bias), count) for count, experts in stacks)
+    turned = int(head_size * config.get("rotary_percentage", 0.25))
+    return Workload(
+        name,
+        (Block(tables), *stack, Block(head)),
+        seq_length=tokens,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab=vocab,
+        longest=longest or 0,
+        tables=2 * tokens * turned * (2 if config.get("rope_indices") else 1),  # sines and cosines
+        config=config,
+    )
+
+
+def gpt(
+    name: str, *, layers: int, hidden: int, heads: int, vocab: int = 50304, seq_length: int = 2048, **fields: Any
+) -> Workload:
+    """A GPT as the papers have it: biases, LayerNorm, one branch behind the other; ``fields``: of ``from_litgpt``.
+
+    It counts no rotary tables.
+    """
+    sizes = {"name": name, "n_layer": layers, "n_embd": hidden, "n_head": heads, "padded_vocab_size": vocab}
+    return replace(from_litgpt(sizes | {"parallel_residual": False} | fields, seq_length=seq_length), tables=0)
+
+
+def _stacks(config: Mapping[str, Any], name: str, mixture: bool) -> list[tuple[int, Experts | None]]:
+    """Runs of blocks with the same MLP: how many, and their experts (None: a dense MLP)."""
+    layers = _count(config, name, "n_layer")
+    if not mixture:
+        return [(layers, None)]
+    width = _count(config, name, "moe_intermediate_size", "intermediate_size")
+    dense = min(layers, _optional(config, name, "first_k_dense_replace"))
+    experts = Experts(_count(config, name, "n_expert"), _count(config, name, "n_expert_per_token"), width,
+                      width * _optional(config, name, "n_shared_expert"))  # fmt: skip
+    return [run for run in ((dense, None), (layers - dense, experts)) if run[0]]
+
+
 def _norms_of_heads(which: str, norm: str, head_size: int, heads: int, kv_heads: int) -> tuple[Layer, ...]:
-    """The norms of queries and of keys."""
+    """The norms of queries and of keys: "" for none, "heads": of each head, "all": of all of them together."""
     if not which:
         return ()
     over, width = ("x", 0) if which == "all" else ("", head_size)
@@ -282,114 +411,19 @@ def _norms_of_heads(which: str, norm: str, head_size: int, heads: int, kv_heads:
     )
 
 
-def gpt(
-    name: str,
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    vocab: int = 50304,
-    seq_length: int = 2048,
-    kv_heads: int = 0,
-    intermediate: int = 0,
-    gated: bool = False,
-    bias: bool = True,
-    qkv_bias: bool | None = None,
-    head_bias: bool = False,
-    norm: str = "layernorm",
-    norms: int = 2,
-    post_norms: tuple[bool, bool] = (False, False),
-    head_size: int = 0,
-    norm_qk: str = "",
-    parallel: bool = False,
-    stacks: Sequence[tuple[int, Experts | None]] = (),
-    caps: tuple[bool, bool] = (False, False),
-    positions: int = 0,
-    tied: bool = False,
-    latent: Latent | None = None,
-) -> Workload:
-    """Build a GPT: qkv and fc are normal layers, both proj transposed, so the residual stream stays split over y.
+def _count(config: Mapping[str, Any], name: str, *names: str) -> int:
+    for one in names:
+        value = config.get(one)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        if value is not None:
+            raise ValueError(f"model {name!r}: {one}={files.shown(value)} is not a whole number of at least 1")
+    raise ValueError(f"model {name!r}: the configuration has no {' or '.join(names)}")
 
-    Args:
-        kv_heads: Key-value groups; 0 means as many as heads.
-        intermediate: Width of the MLP; 0 means 4 * hidden.
-        gated: Two input products of the MLP (SwiGLU) instead of one.
-        qkv_bias: A bias of the qkv layer; None: as ``bias``.
-        norms: Norms of a block before attention and MLP: 2, 1 where they share one (parallel residual), or 0.
-        post_norms: A norm behind attention's proj, and one behind the MLP's (Gemma 2).
-        head_size: Width of one head; 0 means hidden // heads.
-        norm_qk: Norms of queries and keys: "" for none, "heads": of each head, "all": of all of them together.
-        parallel: Attention and MLP read the same input (parallel residual).
-        stacks: Runs of blocks with the same MLP, in order: how many, and their experts (None: a dense MLP); (): all
-            are dense.
-        caps: Whether the scores of attention, and the logits, are capped (Gemma 2).
-        positions: Rows of a table of learned positions; 0: none.
-        tied: The head reads the embedding's table.
-        latent: Attention is latent.
-    """
-    kv_heads = kv_heads or heads
-    intermediate = intermediate or 4 * hidden
-    head_size = head_size or hidden // heads
-    inner = heads * head_size
-    qkv = (heads + 2 * kv_heads) * head_size
-    stacks = tuple(stacks) or ((layers, None),)
-    gathers = not any(experts for _, experts in stacks)
-    fc = [LinearKind("mlp.fc", hidden, intermediate, bias=bias, shares_input=norms == 1, gathers=gathers)]
-    if gated:
-        fc = [
-            replace(fc[0], name="mlp.fc_1"),
-            LinearKind("mlp.fc_2", hidden, intermediate, bias=bias, shares_input=True),
-        ]
-    dense = (
-        *fc,
-        PointwiseKind("mlp.act", intermediate, moves=ACTIVATION_GATED, kept=3)
-        if gated
-        else PointwiseKind("mlp.act", intermediate, moves=ACTIVATION, kept=1),
-        LinearKind("mlp.proj", intermediate, hidden, bias=bias, transposed=True),
-    )
 
-    of_qkv = bias if qkv_bias is None else qkv_bias
-    attention: tuple[Layer, ...] = (
-        LinearKind("attn.qkv", hidden, qkv, bias=of_qkv, kv_features=2 * kv_heads * head_size, kv_groups=kv_heads,
-                   gathers=gathers),
-        # Where every head has keys and values of its own, attention keeps v where qkv laid it: all of that is held.
-        PointwiseKind("attn.split", qkv, moves=SPLIT, heads=heads, kv_groups=kv_heads, kept=int(bool(norm_qk))),
-        *_norms_of_heads(norm_qk, norm, head_size, heads, kv_heads),
-        AttentionKind("attn", inner, heads=heads, kv_groups=kv_heads, scores=seq_length * caps[0]),
-        LinearKind("attn.proj", inner, hidden, bias=bias, transposed=True),
-    )  # fmt: skip
-    if latent is not None:
-        attention = latent.layers(hidden, heads, norm, of_qkv)
-
-    def block(mlp: tuple[Layer, ...], count: int) -> Block:
-        layers = (
-            *([NormKind("norm_1", hidden, norm=norm)] if norms else []),
-            *attention,
-            *([NormKind("post_attention_norm", hidden, norm=norm, of_product=True)] if post_norms[0] else []),
-            PointwiseKind("residual_1", hidden, transposed=True, moves=RESIDUAL),
-            *([NormKind("norm_2", hidden, norm=norm, shares_input=parallel)] if norms == 2 else []),
-            *mlp,
-            *([NormKind("post_mlp_norm", hidden, norm=norm, of_product=True)] if post_norms[1] else []),
-            PointwiseKind("residual_2", hidden, transposed=True, moves=RESIDUAL),
-        )
-        return Block(layers, count, stacked=True)
-
-    tables = (EmbeddingKind("wte", vocab, hidden), *([EmbeddingKind("wpe", positions, hidden)] if positions else []))
-    head = (
-        NormKind("ln_f", hidden, norm=norm),
-        LinearKind("lm_head", hidden, vocab, bias=head_bias, uneven=True, gathers=gathers, tied=tied, head=True),
-        LossKind("loss", hidden, vocab, capped=caps[1]),
-    )
-    stack = (block(dense if experts is None else experts.layers(hidden, bias), count) for count, experts in stacks)
-    return Workload(
-        name,
-        (Block(tables), *stack, Block(head)),
-        seq_length=seq_length,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        vocab=vocab,
-    )
+def _optional(config: Mapping[str, Any], name: str, field: str) -> int:
+    """A count that may be missing, null or 0: 0 then."""
+    return _count(config, name, field) if config.get(field) else 0
 
 
 def unet(name: str, *, channels: int) -> Workload:

@@ -19,7 +19,7 @@ from litgpt.config import Config, configs, name_to_config
 from litgpt.model import GPT
 
 from axo import files
-from axo.perf.readers import nearest
+from axo.perf.readers import named, nearest
 
 TINY: dict[str, Any] = {
     "name": "tiny", "block_size": 1024, "n_layer": 4, "n_embd": 128, "n_head": 8, "n_query_groups": 4,
@@ -85,14 +85,11 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 def _from_name(name: str) -> dict[str, Any]:
     """The fields of LitGPT's configuration of that name, LitGPT's or Hugging Face's."""
-    litgpts = name_to_config | {"tiny": TINY}
-    hugging_faces = [(fields["hf_config"], fields) for fields in reversed(configs)]  # the first of a name counts
-    names = {f"{theirs['org']}/{theirs['name']}": fields for theirs, fields in hugging_faces}
-    names |= {theirs["name"]: fields for theirs, fields in hugging_faces} | litgpts
-    if name not in names:
-        near = nearest(name, litgpts)
+    fields = TINY if name == "tiny" else named(name, configs)
+    if fields is None:
+        near = nearest(name, [*name_to_config, "tiny"])
         raise ValueError(f"model {name!r} is neither a LitGPT configuration nor a .yaml or .json file{near}")
-    return names[name]
+    return fields
 
 
 def _parse(field: str, value: Any) -> Any:
