@@ -89,7 +89,7 @@ def _run_elastic(parsed: Parsed) -> None:
     )  # fmt: skip
 
     def asked(run: TrainConfig) -> Options:
-        return replace(options, grid=run.grid, elastic="", copy_every=Options.copy_every)
+        return replace(options, grid=run.grid, ranks=0, machine="", elastic="", copy_every=Options.copy_every)
 
     def start(launches: elastic.Launches, copies: elastic.StateCopies) -> int:
         own = asked(launches.config)
