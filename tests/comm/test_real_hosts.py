@@ -262,7 +262,8 @@ def test_strangers_who_hold_connections_cost_a_run_no_descriptor(tmp_path):
         other = hosts.pop()
         ranks = hosts.start(python(LIMITED, *command), 1, AXO_SECRET="s" * 32)
         end = time.monotonic() + START_S
-        while not (out / "log.jsonl").exists() and time.monotonic() < end:
+        while not (out / "log.jsonl").exists():
+            assert ranks[0].poll() is None and time.monotonic() < end, hosts.output(0)
             time.sleep(0.01)
         strangers = other.command(*python(HELD, hosts[0].address, 1000))
         held = subprocess.run(strangers, check=True, capture_output=True, text=True).stdout

@@ -261,7 +261,12 @@ def test_an_error_of_a_class_that_only_the_sender_has_is_told_in_words(args, mon
     assert str(received).startswith("Bad: [Errno 2] not there: 'there'" if len(args) == 1 else "ValueError: ('why', [")
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+@dataclasses.dataclass
+class Ends(SystemExit):
+    why: int
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), Ends(3)])
 def test_what_ends_a_process_is_told_in_words(error):
     assert str(unpack(pack(error))) == f"{type(error).__name__}: {error}"
 
