@@ -11,7 +11,6 @@ import random
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -244,18 +243,27 @@ print(len(held))
 """
 
 
+LIMITED = """
+import resource
+from axo.cli.main import main
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+main()
+"""
+
+
 def test_strangers_who_hold_connections_cost_a_run_no_descriptor(tmp_path):
     """They used to take all 256 of rank 0, which ended when it opened its text."""
     (tmp_path / "text.txt").write_text("Words of a text. " * 1000)
-    out, axo = tmp_path / "out", Path(sys.executable).parent / "axo"
-    command = [axo, "train", "--grid", "2x1x1x1", "--data", tmp_path / "text.txt", "--out", out, "--steps", "200"]
-    command += ["--batch-size", "4", "--seq-len", "32", "--save-every", "100"]
+    out = tmp_path / "out"
+    command = ["train", "--grid", "2x1x1x1", "--data", tmp_path / "text.txt", "--out", out, "--steps", "400"]
+    command += ["--batch-size", "4", "--seq-len", "32", "--save-every", "200"]
+    command += ["--model-override", "n_layer=1", "--model-override", "padded_vocab_size=512"]
     with Hosts(3) as hosts:
         other = hosts.pop()
-        limited = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *map(str, command)]
-        ranks = hosts.start(limited, 1, AXO_SECRET="s" * 32)
+        ranks = hosts.start(python(LIMITED, *command), 1, AXO_SECRET="s" * 32)
         end = time.monotonic() + START_S
-        while not (out / "log.jsonl").exists() and time.monotonic() < end:
+        while not (out / "log.jsonl").exists():
+            assert ranks[0].poll() is None and time.monotonic() < end, hosts.output(0)
             time.sleep(0.01)
         strangers = other.command(*python(HELD, hosts[0].address, 1000))
         held = subprocess.run(strangers, check=True, capture_output=True, text=True).stdout
