@@ -20,6 +20,7 @@ import atexit
 import gc
 import json
 import os
+import signal
 import statistics
 import time
 from collections import defaultdict
@@ -170,17 +171,23 @@ def main(arguments: list[str] | None = None) -> int:
     gc.freeze()  # what is imported needs no more looking through
     atexit.register(gc.unfreeze)  # else Triton's modules report all of theirs as leaked when the program ends
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    with options.json.open("a") as file, ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    # Ctrl-C is for this process, which waits for the cases under way: a worker that it interrupts may never end.
+    pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)), None, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    with options.json.open("a") as file, pool:
         if not lines:
             file.write(json.dumps(environment(torch.device("cpu")) | {"bench": "memory"}) + "\n")
+        told = time.time()
         while left and time.time() < deadline:
+            before = len(wanted) - len(left)
             now, left = left[:24], left[24:]
             dry = [options.dry > 0 and number % options.dry == 0 for number, _ in now]
-            for line in pool.map(measure, [case for _, case in now], dry):
+            for number, line in enumerate(pool.map(measure, [case for _, case in now], dry), before + 1):
                 file.write(json.dumps(line) + "\n")
+                file.flush()
                 lines.append(line)
-            file.flush()
-            print(f"{len(wanted) - len(left)} of {len(wanted)} cases are measured", flush=True)
+                if number == before + len(now) or time.time() > told + 5:
+                    told = time.time()
+                    print(f"{number} of {len(wanted)} cases are measured", flush=True)
     if left:
         print(f"{len(left)} of {len(wanted)} cases are not measured yet; run the same command again")
     return report(lines)

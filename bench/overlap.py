@@ -38,6 +38,7 @@ from axo_kernels.tune.timing import paired, relative_error
 from .lib import arguments
 from .lib.arguments import Parser
 from .lib.attempts import attempt_each
+from .lib.emulation import emulated
 from .lib.simulated import SimulatedCommunicator
 from .lib.table import Table, environment
 
@@ -63,7 +64,7 @@ COLUMNS = {
 def main(given: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a fused result differs from the serial one, or a case failed."""
     parser = Parser("axo bench overlap", __doc__, json=True)
-    parser.add_argument("--shapes", default="4096x4096x4096", help="MxNxK, comma-separated")
+    parser.add_argument("--shapes", default="", help="MxNxK, comma-separated; 4096 cubed, on a CPU 1024, by default")
     parser.add_argument("--shares", default="0.2,0.4,0.8", help="communication over product, when simulated")
     parser.add_argument("--chunks", default="2,4,8")
     parser.add_argument("--size", type=int, default=4, help="ranks, when simulated")
@@ -75,12 +76,14 @@ def main(given: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     real = int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
-        shapes = arguments.shapes("--shapes", options.shapes)
+        device = arguments.device("--device", options.device)
+        edge = 1024 if device.type == "cpu" else 4096
+        shapes = arguments.shapes("--shapes", options.shapes or f"{edge}x{edge}x{edge}")
         shares = arguments.shares("--shares", options.shares) if not real else [0.0]
         counts = arguments.numbers("--chunks", options.chunks)
         size = int(os.environ["WORLD_SIZE"]) if real else arguments.numbers("--size", str(options.size), 2)[0]
         _check_cuts(shapes, counts, size)
-        device = _place(arguments.device("--device", options.device), real)
+        device = _place(device, real)
     except ValueError as error:
         parser.error(str(error))
     comm = None
@@ -89,7 +92,10 @@ def main(given: list[str] | None = None) -> int:
         comm = adapt(torch.distributed.group.WORLD)
     rank = comm.rank if comm else 0
     table = Table(COLUMNS, options.json if rank == 0 else None, {"bench": "overlap"} | environment(device))
-    measure(shapes, shares, counts, getattr(torch, options.dtype), device, table, options, comm)
+    dtype = getattr(torch, options.dtype)
+    if rank == 0 and (told := emulated(dtype, device, "--dtype float32")):
+        table.note(told)
+    measure(shapes, shares, counts, dtype, device, table, options, comm)
     if real:
         torch.distributed.destroy_process_group()
     return int(bool(table.failed) or any(not row["right"] for row in table.rows))
@@ -216,6 +222,8 @@ def _case(
     quiet = comm.without_effects() if isinstance(comm, SimulatedCommunicator) else nullcontext()
     owns = [call for call in (own, other) if call]
     calls: list[Callable[[], object]] = [gemm, serial, alone, *owns, *rivals.values()]
+    if device.type == "cpu" and not rank:
+        calls = _telling(calls, f"{_name(operation, shape, share)}: call", len(calls) * (2 + options.rounds), table)
     with quiet:
         measured = paired(calls, device, options.rounds)
     timings = comm.maximum([timing.seconds for timing in measured])
@@ -253,6 +261,17 @@ def _case(
             error=errors[strategy, chunks],
             right=errors[strategy, chunks] < 1e-2,  # the same sums in another order, rounded to bf16
         )
+
+
+def _telling(calls: list[Callable[[], object]], what: str, most: int, table: Table) -> list[Callable[[], object]]:
+    """The same calls, which say how many of ``most`` there have been: on a CPU a case may take minutes."""
+    number = itertools.count(1)
+
+    def telling(call: Callable[[], object]) -> object:
+        table.progress(f"{what} {next(number)} of {most}")
+        return call()
+
+    return [partial(telling, call) for call in calls]
 
 
 def _hidden(fused: float, gemm: float, serial: float) -> float | None:

@@ -255,7 +255,7 @@ def report(grids: list[str], state: State, table: Table) -> int:
     real = [row["measured_s"] for row in table.rows]
     for name, key, judged in (
         ("planner", "predicted_s", True),
-        ("simulator", "simulated_s", True),
+        ("replay", "simulated_s", True),
         ("without placement", "agnostic_s", False),
     ):
         said = [row[key] for row in table.rows]

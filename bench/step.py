@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ from axo.perf.flops import narayanan
 
 from .lib import step_models as models
 from .lib.arguments import Parser
+from .lib.emulation import emulated
 from .lib.table import Table, environment
 
 COLUMNS = {"case": "s", "contestant": "s", "ranks": "d", "ms": ".2f", "faster": ".2f", "tokens_s": ".0f"}
@@ -77,8 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
     rank = Rank.from_environment()
     header = {"bench": "step", **environment(torch.device(options.device)), "options": _measured(options)}
     table = Table(COLUMNS, options.json if rank is None or rank.rank == 0 else None, header)
-    if options.device == "cpu" and options.precision == "bf16-mixed" and not has_bf16_products():
-        table.note("this processor has no bf16 products: they are emulated, many times slower; try --precision 32-true")
+    dtype = torch.bfloat16 if options.precision == "bf16-mixed" else torch.float32
+    if told := emulated(dtype, torch.device(options.device), "--precision 32-true"):
+        table.note(told)
     for case in options.cases.split(","):
         if rank:
             rows = measure(case, options, table)
@@ -89,12 +91,6 @@ def main(arguments: list[str] | None = None) -> int:
         for row in rows or []:
             table.add(**row)
     return int(any(not row["right"] for row in table.rows))
-
-
-def has_bf16_products() -> bool:
-    """Whether this processor multiplies bf16 numbers itself; of others than x86 it is not known, and not doubted."""
-    flags = Path("/proc/cpuinfo").read_text()
-    return platform.machine() != "x86_64" or "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
@@ -199,6 +195,8 @@ def measure_apart(case: str, options: argparse.Namespace, table: Table | None = 
         for index in range(len(contestants(case, sizes_of(options)))):
             players.append(PlayerApart(case, ranks_of(case, options), options, index))
             ends.callback(players[-1].end)
+            if table is not None:
+                table.progress(f"{case}: {players[-1].name} is ready")
         return compete(case, options, players, table)
 
 
@@ -229,23 +227,32 @@ def ranks_of(case: str, options: argparse.Namespace) -> int:
 def compete(
     case: str, options: argparse.Namespace, players: Sequence[Player | PlayerApart], table: Table | None = None
 ) -> list[dict[str, Any]]:
-    """Give all players their turns; a row each."""
+    """Give all players their turns; a row each. Ctrl-C leaves the rows of the rounds so far in ``table``."""
     seconds: dict[str, list[float]] = {each.name: [] for each in players}
     blocked: dict[str, list[float]] = {each.name: [] for each in players}
     losses: dict[str, float] = {}
     ranks = ranks_of(case, options)
     peak = (options.peak_tflops or players[-1].rate()) * 1e12 * ranks
-    for repeat in range(options.repeats):
-        for step in range(STEPS):
+    summary = partial(summarize, case, sizes_of(options), ranks, seconds, blocked, losses, peak)
+    try:
+        for repeat, step in itertools.product(range(options.repeats), range(STEPS)):
+            turns: dict[str, tuple[float, float, float]] = {}
             for player in players[:: -1 if step % 2 else 1]:
-                spent, waited, losses[player.name] = player.turn(step)
-                if step >= STEPS - COUNTED:
-                    seconds[player.name].append(spent)
-                    blocked[player.name].append(waited)
+                turns[player.name] = player.turn(step)
                 if table is not None:
                     done = f"step {repeat * STEPS + step + 1} of {options.repeats * STEPS}"
-                    table.progress(f"{case}: {done}: {player.name}, {1e3 * spent:.0f} ms")
-    return summarize(case, sizes_of(options), ranks, seconds, blocked, losses, peak)
+                    table.progress(f"{case}: {done}: {player.name}, {1e3 * turns[player.name][0]:.0f} ms")
+            for name, (spent, waited, losses[name]) in turns.items():
+                if step >= STEPS - COUNTED:
+                    seconds[name].append(spent)
+                    blocked[name].append(waited)
+    except KeyboardInterrupt:
+        if table is not None and all(seconds.values()):
+            for row in summary():
+                table.add(**row)
+            table.note(f"{case}: stopped: {len(row['all_ms'])} of {options.repeats * COUNTED} steps are in its rows")
+        raise
+    return summary()
 
 
 class Entry(NamedTuple):

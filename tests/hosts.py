@@ -1,7 +1,7 @@
 """Several hosts on one machine, for tests: network namespaces with addresses, names and /dev/shm of their own.
 
     with Hosts(2) as hosts:
-        ranks = hosts.start([sys.executable, "-c", program], ranks_per_host=2)
+        ranks = hosts.start(python(program), ranks_per_host=2)
         hosts[1].pull_cable()
         ends = hosts.wait(ranks, 60)
 
@@ -12,7 +12,9 @@ whose end the kernel passes on. Needs root's rights to make namespaces: ``availa
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -23,6 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.launcher import Command, _die_with_parent
 
 _NETWORK = "10.77.0"
 _PORT = 29400
@@ -71,6 +75,51 @@ class _Namespace:
     def end(self) -> None:
         self._keeper.kill()
         self._keeper.wait()
+
+
+class Program(Command):
+    """Python code on a host, forked from the zygote: as ``subprocess.Popen`` of ``nsenter ... python -c``."""
+
+    def __init__(self, keeper: int, output: Path, code: str, *arguments: str, env: dict[str, str]) -> None:
+        where = {"HOST_KEEPER": str(keeper), "HOST_OUTPUT": str(output)}
+        super().__init__("tests.program", code, *arguments, prepare=enter, env=env | where)
+        os.close(self._output)  # it prints into a file
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not select.select([self._status], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("a program on a host", timeout or 0.0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def poll(self) -> int | None:
+        running = self.returncode is None
+        if super().poll() is not None and running:
+            os.close(self._status)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def enter() -> None:
+    """``prepare`` of a ``Program``: the process goes on as a child of itself on the host, as nsenter's does."""
+    keeper, output, folder = os.environ.pop("HOST_KEEPER"), os.environ.pop("HOST_OUTPUT"), os.getcwd()
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for space in [os.open(f"/proc/{keeper}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "ipc", "pid", "mnt")]:
+        if libc.setns(space, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(space)
+    os.chdir(folder)
+    if child := os.fork():
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
+    _die_with_parent()
 
 
 @dataclass
@@ -124,6 +173,9 @@ class Host:
         self.signal(signal.SIGKILL)
 
 
+Process = Program | subprocess.Popen[str]
+
+
 class Hosts(list[Host]):
     """Hosts on one switch, named ``host0`` and so on; see the module."""
 
@@ -131,7 +183,7 @@ class Hosts(list[Host]):
         super().__init__()
         self._namespaces: list[_Namespace] = []
         self._names = names or [f"host{i}" for i in range(count)]
-        self._running: list[subprocess.Popen[str]] = []
+        self._running: list[Process] = []
         self._folder = Path(tempfile.mkdtemp(prefix="axo-hosts-"))
 
     def __enter__(self) -> Hosts:
@@ -169,18 +221,20 @@ class Hosts(list[Host]):
 
     def start(
         self, command: list[str], ranks_per_host: int, outputs: str = "rank", only: Sequence[int] | None = None,
-        **environment: str,
-    ) -> list[subprocess.Popen[str]]:  # fmt: skip
+        **environment: str | None,
+    ) -> list[Process]:  # fmt: skip
         """Start ranks of ``command`` on every host, as torchrun would: RANK, WORLD_SIZE, MASTER_ADDR and so on.
 
+        That of ``python`` is forked from the zygote, which spares each rank seconds of imports.
+
         ``outputs``: how the files begin in which they print; another name for ranks that run beside others. ``only``:
-        these ranks; None: all.
+        these ranks; None: all. A variable that is None is not set.
         """
         size = len(self) * ranks_per_host
-        started = []
+        started: list[Process] = []
         for rank in range(size) if only is None else only:
             host = self[rank // ranks_per_host]
-            own = {
+            own: dict[str, str | None] = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(size),
                 "LOCAL_RANK": str(rank % ranks_per_host),
@@ -190,13 +244,18 @@ class Hosts(list[Host]):
                 "PYTHONPATH": str(Path(__file__).parent.parent),
                 **environment,
             }
-            output = (self._folder / f"{outputs}{rank}.txt").open("w+")
-            started.append(
-                subprocess.Popen(
-                    host.command(*command), env=os.environ | own, stdout=output, stderr=subprocess.STDOUT, text=True
-                )
-            )
-        self._running += started
+            (path := self._folder / f"{outputs}{rank}.txt").write_text("")
+            env = {name: value for name, value in (os.environ | own).items() if value is not None}
+            process: Process
+            if command[:2] == python("")[:2]:
+                process = Program(host._inside.pid, path, *command[2:], env=env)
+            else:
+                with path.open("w") as output:
+                    process = subprocess.Popen(
+                        host.command(*command), env=env, stdout=output, stderr=subprocess.STDOUT, text=True
+                    )
+            started.append(process)
+            self._running.append(process)
         return started
 
     def output(self, rank: int, outputs: str = "rank") -> str:
@@ -211,7 +270,7 @@ class Hosts(list[Host]):
                 raise AssertionError(f"ranks {missing} have not printed {text!r}:\n{self.output(missing[0])}")
             time.sleep(0.01)
 
-    def wait(self, ranks: list[subprocess.Popen[str]], seconds: float) -> list[int]:
+    def wait(self, ranks: list[Process], seconds: float) -> list[int]:
         """Wait for ranks to end. Returns their exit codes."""
         end = time.monotonic() + seconds
         for rank in ranks:

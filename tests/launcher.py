@@ -146,15 +146,21 @@ def _running_zygote() -> Zygote:
 class Command:
     """A program that runs as ``python -m module arguments``, in a session of its own, with what the zygote imported.
 
-    It sees this process's environment and current folder. What must see Python start or end (its options, its streams'
-    encodings, how long imports take) wants ``subprocess`` instead.
+    It sees this process's environment, or ``env``, and its current folder. What must see Python start or end (its
+    options, its streams' encodings, how long imports take) wants ``subprocess`` instead.
 
     Attributes:
         pid: Its process, and its session and process group.
         returncode: As that of ``subprocess.Popen``; None until ``poll`` or ``communicate`` has found it ended.
     """
 
-    def __init__(self, module: str, *arguments: str, prepare: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        prepare: Callable[[], None] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> None:
         """``prepare``: a module-level function that the process calls before the program."""
         self._output, write_output = os.pipe()
         self._status, write_status = os.pipe()
@@ -164,7 +170,7 @@ class Command:
             "prepare": prepare and (prepare.__module__, prepare.__name__),
             "path": sys.path,
             "folder": os.getcwd(),
-            "env": dict(os.environ),
+            "env": dict(os.environ) if env is None else env,
             "output": f"/proc/{os.getpid()}/fd/{write_output}",
             "status": f"/proc/{os.getpid()}/fd/{write_status}",
         }

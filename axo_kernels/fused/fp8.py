@@ -15,7 +15,7 @@ steps (delayed scaling), blocks of scales, and fused kernels.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from axo_kernels.gemm.layout import as_row_major, product_of
 
 SCALINGS = ("tensor", "row")
 MULTIPLE = 16  # of K and N, for torch._scaled_mm
+FULL, TILES = 256, 4  # rows from which on one a program fills a GPU; tiles in which one program looks for the largest
 SCALE_BYTES = 16  # behind each row of a packed matrix: a scale of four, and zeros, so that rows stay aligned
 
 
@@ -74,28 +75,31 @@ def _scale_of(largest: torch.Tensor, top: float) -> torch.Tensor:
 
 
 def _rounded_by_kernel(x: torch.Tensor, dtype: torch.dtype, scaling: str, over: int) -> Rounded:
-    """:func:`rounded`, each element read and written once; ``data`` lies along ``over``, as the product wants it."""
-    from axo_kernels.fused.fp8_kernels import round_kernel
+    """:func:`rounded` on a device; ``data`` lies along ``over``, as the product wants it."""
+    from axo_kernels.fused import fp8_kernels as kernels
 
-    lines = x if over == 1 else x.T
+    lines, one = x if over == 1 else x.T, scaling == "tensor"
     rows, columns = lines.shape
     data = torch.empty((rows, columns), dtype=dtype, device=x.device)
+    scale = torch.empty(() if one else (rows, 1), dtype=torch.float32, device=x.device)
     top = torch.finfo(dtype).max
     bits, lowest = (3, -6) if dtype == torch.float8_e4m3fn else (2, -14)
-    if scaling == "tensor":
-        largest = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
-        scale = _scale_of(largest, top)
-        scale = torch.where(scale.isfinite(), scale, torch.nan)
-    else:
-        scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    format: dict[str, int] = {"BITS": bits if interpreted() else 0, "LOWEST": lowest}
     along = lines.stride(1) == 1  # else neighbours in memory are rows, and tiles are turned on their way
-    block_rows, block_columns = (1, min(4096, 1 << (columns - 1).bit_length())) if along else (32, 64)
-    round_kernel[(-(-rows // block_rows),)](
-        lines, data, scale, rows, columns, lines.stride(0), lines.stride(1), top, SCALED=scaling == "tensor",
-        BITS=bits if interpreted() else 0, LOWEST=lowest, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=max(16, block_columns),
-        num_warps=8 if block_columns > 1024 else 4,
-    )  # fmt: skip
-    return Rounded(data, scale) if over == 1 else Rounded(data.T, scale if scale.dim() == 0 else scale.T)
+    if along and not one and rows >= FULL:
+        block = max(16, min(4096, 1 << (columns - 1).bit_length()))
+        kernels.round_rows_kernel[(rows,)](
+            lines, data, scale, columns, lines.stride(0), top, **format, BLOCK=block, num_warps=8 if block > 1024 else 4
+        )
+    else:
+        tile_rows, tile_columns = (8, 1024) if along else (64, 128)
+        blocks, pieces = -(-rows // tile_rows), -(-columns // tile_columns)
+        largest = torch.zeros(scale.numel(), dtype=torch.int32, device=x.device)
+        sizes = (rows, columns, *lines.stride())
+        tile: dict[str, Any] = {"ONE": one, "BLOCK_ROWS": tile_rows, "BLOCK_COLUMNS": tile_columns, "num_warps": 8}
+        kernels.largest_kernel[(blocks * -(-pieces // TILES),)](lines, largest, *sizes, TILES=TILES, **tile)
+        kernels.round_tiles_kernel[(blocks * pieces,)](lines, data, scale, largest, *sizes, top, **format, **tile)
+    return Rounded(data, scale) if over == 1 else Rounded(data.T, scale if one else scale.T)
 
 
 def multiply(a: Rounded, b: Rounded, out_dtype: torch.dtype, fast: bool = False) -> torch.Tensor:

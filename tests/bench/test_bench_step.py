@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import platform
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ import torch
 from axo.launch import RankFailed
 from bench import gpu_step, step
 from bench.lib import step_models
-from bench.lib.table import Table
+from bench.lib.emulation import emulated
+from bench.lib.table import Table, read_rows
 from tests.launcher import run_ranks
 from tests.test_launch import put_aside_by_malloc
 
@@ -63,13 +66,26 @@ def test_a_contestant_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capfd
     assert set(multiprocessing.active_children()) <= before
 
 
-class Counting:
-    """A contestant whose turns take 1, 2, 3 ... seconds."""
+def test_emulated_products_are_told_beside_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    flags, cpu = "flags: avx2 fma", torch.device("cpu")
+    monkeypatch.setattr(Path, "read_text", lambda path: flags)
+    message = "this processor has no bf16 products: they are emulated, many times slower; try --dtype float32"
+    assert emulated(torch.bfloat16, cpu, "--dtype float32") == message
+    assert emulated(torch.float32, cpu, "") == emulated(torch.bfloat16, torch.device("cuda"), "") == ""
+    flags += " avx512_bf16"
+    assert emulated(torch.bfloat16, cpu, "") == "" != emulated(torch.float16, cpu, "")
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+
+class Counting:
+    """A contestant whose turns take 1, 2, 3 ... seconds, until Ctrl-C comes in turn ``last``."""
+
+    def __init__(self, name: str, last: int = 10) -> None:
+        self.name, self._last = name, last
 
     def turn(self, step: int) -> tuple[float, float, float]:
+        if step == self._last:
+            raise KeyboardInterrupt
         return step + 1.0, 0.5, 10.0 - step
 
 
@@ -82,6 +98,18 @@ def test_turns_are_counted_and_how_far_it_is_is_told(capsys: pytest.CaptureFixtu
     assert [row["contestant"] for row in rows] == list(names)
     assert all(row["all_ms"] == [1e3 * n for n in range(3, 11)] and row["loss"] == 1.0 for row in rows), rows
     assert capsys.readouterr().err == "z: step 1 of 10: Axo, 1000 ms\n"
+
+
+@pytest.mark.parametrize(("last", "counted"), [(2, 0), (5, 3)])
+def test_ctrl_c_leaves_the_rows_of_the_rounds_so_far(last: int, counted: int, tmp_path: Path) -> None:
+    """Whole rounds alone, so that losses are of the same step."""
+    options, table = argparse.Namespace(**OPTIONS, ranks=2), Table({}, tmp_path / "rows.jsonl")
+    players = [Counting("Axo"), Counting("FSDP2", last), Counting("no communication")]
+    with pytest.raises(KeyboardInterrupt):
+        step.compete("z", options, players, table)  # type: ignore[arg-type]
+    lines = read_rows(tmp_path / "rows.jsonl")[1:]
+    assert [row["all_ms"] for row in lines[:-1]] == (3 * bool(counted)) * [[3e3, 4e3, 5e3]]
+    assert [line["note"] for line in lines[-1:]] == ["z: stopped: 3 of 8 steps are in its rows"] * bool(counted)
 
 
 def blocks_put_aside(index: int) -> tuple[str, int]:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
@@ -59,13 +58,12 @@ def test_the_row_of_the_readme_works_as_typed():
     assert (before, registered, backend) == ([], ["axo", "axo.comm", "axo.comm.c10d", "axo.lazy"], "axo")
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "2.99.0+cpu"])
-def test_another_torch_is_named_beside_those_that_axo_supports(version):
+def test_another_torch_is_named_beside_those_that_axo_supports():
     """The range is that of pyproject.toml, out of the installed package."""
-    code = f"import torch; torch.__version__ = {version!r}; import axo.comm.extension"
+    versions = ["2.10.0", "2.99.0+cpu"]
+    code = f"import torch\nfor torch.__version__ in {versions}:\n    try:\n        import axo.comm.extension\n"
+    code += "    except ImportError as error:\n        print(error)\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    said = done.stderr.strip().splitlines()[-1]
-    assert said.startswith(
-        f"ImportError: axo was built against torch {torch.__version__} and runs with torch {version};"
-    ), said
-    assert re.search(r"axo supports torch<2\.\d+,>=2\.\d+: with one of those, install axo again", said), said
+    for version, said in zip(versions, done.stdout.splitlines(), strict=True):
+        assert said.startswith(f"axo was built against torch {torch.__version__} and runs with torch {version};"), said
+        assert re.search(r"axo supports torch<2\.\d+,>=2\.\d+: with one of those, install axo again", said), said

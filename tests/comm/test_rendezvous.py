@@ -133,7 +133,7 @@ def replace_in_rank_1(where, action):
         setattr(place, name, action)
 
 
-def one_stalls(where, folder, first, short=5, long=20):
+def one_stalls(where, folder, first, short=2, long=20):
     """Rank 1 comes to no meeting after the first of connect; of the others the time of ``first`` ends first."""
 
     def stall(*_):

@@ -37,6 +37,18 @@ def test_the_first_page_has_the_words_and_the_grid_has_four_dimensions():
     assert install.index("git clone URL") < install.index("pip install"), "a reader has no checkout yet"
 
 
+@pytest.mark.parametrize("name", ["pretrain", "finetune", "litgpt"])
+def test_pages_of_training_say_how_a_rank_gets_a_gpu(name):
+    text = (ROOT / f"docs/{name}.md").read_text()
+    assert re.search(r"LT_ACCELERATOR=cuda|--device cuda", text)
+    assert "run on the CPU" in text and "](devices.md)" in text
+
+
+def test_the_page_of_gpus_begins_with_what_to_type():
+    first = (ROOT / "docs/devices.md").read_text().partition("```\n\n")[0]
+    assert first.count("\n") < 12 and "8 GPUs" in first and "LT_ACCELERATOR=cuda axo litgpt" in first
+
+
 def test_how_to_plan_fits_two_screens():
     lines = (ROOT / "docs/planner.md").read_text().splitlines()
     screen = sum(-(-len(line) // 160) or 1 for line in lines)

@@ -174,10 +174,15 @@ def test_what_each_exchange_sends_is_printed() -> None:
         ("--context 2 --sequence-parallel", "leave context or the other out"),
         ("--context 2 --algorithm tesseract", "leave context or the other out"),
         ("--context 2 --model Gemma-2-2b", "caps the scores of attention"),
-        ("--context 2 --explain 1x1x8x1", "leave --context out for them"),
     ],
 )
 def test_mistakes_end_in_one_line(options: str, message: str) -> None:
     words = ["plan", "--model", "Llama-3-8B", "--gpus", "8", "--machine", "h100", *options.split()]
     done = CliRunner().invoke(cli.app, words)
     assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_grid_of_sequences_over_ranks_is_explained() -> None:
+    words = "plan --model Llama-3-8B --gpus 8 --machine h100 --batch-tokens 64k --context 2 --explain 1x1x8x1"
+    done = CliRunner().invoke(cli.app, words.split())
+    assert done.exit_code == 0 and "traffic of 1x1x8x1" in done.output and "memory of 1x1x8x1" in done.output

@@ -122,7 +122,6 @@ def test_deepseek_v3_is_read_whole(tmp_path: Path) -> None:
         ("--experts 3", "experts=3 ranks do not divide the 8 experts of Mixtral-8x7B-v0.1"),
         ("--experts 2 --context 2", "goes with axonn alone, whole sequences, and no stages"),
         ("--experts 2 --pipeline 2", "goes with axonn alone, whole sequences, and no stages"),
-        ("--experts 2 --explain 1x1x8x1", "leave --experts out for them"),
         ("--experts 2 --model Llama-3-8B", "do not divide the 0 experts of Llama-3-8B"),
     ],
 )

@@ -90,10 +90,10 @@ def test_names_and_order_of_one_layer_with_every_overlap() -> None:
     entries = recorded("2x2x4x2", few_blocks())
     number = {one.name: place for place, one in enumerate(entries) if one.name}
     block = "transformer.h.1."
-    assert number["transformer.h.2.mlp.proj all_gather forward"] < number[f"{block}attn.qkv forward"]
+    assert number["transformer.h.2.mlp.proj forward all_gather"] < number[f"{block}attn.qkv forward"]
     dI, dW = number[f"{block}mlp.fc dI"], number[f"{block}mlp.fc dW"]
-    summed = number[f"{block}mlp.fc all_reduce backward"]
-    assert dI < summed < dW < number[f"{block}mlp.fc reduce_scatter backward"]
+    summed = number[f"{block}mlp.fc backward all_reduce"]
+    assert dI < summed < dW < number[f"{block}mlp.fc backward reduce_scatter"]
     waits = [place for place, one in enumerate(entries) if (one.what, one.number) == ("wait", entries[summed].number)]
     assert min(waits) > dW
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -87,26 +88,33 @@ def sharded(comms: Any, where: list[axo.Placement], steps: int, method: str, dty
     return parameters, counts
 
 
-def differences(grid: str, method: str, dtype: torch.dtype, options: dict[str, Any]) -> float:
+def differences(grid: str, methods: list[str], dtype: torch.dtype, options: dict[str, Any]) -> dict[str, float]:
+    """By method."""
     comms = axo.connect(grid)
-    parameters, _ = sharded(comms, placements(comms, SHAPES), 3, method, dtype, **options)
     expected = serial(SHAPES, 3, dtype, **options)
-    pairs = zip(parameters, expected, strict=True)
-    return max(float((axo.unshard(p.detach(), p.placement) - full).abs().max()) for p, full in pairs)
+    apart = {}
+    for method in methods:
+        parameters, _ = sharded(comms, placements(comms, SHAPES), 3, method, dtype, **options)
+        pairs = zip(parameters, expected, strict=True)
+        apart[method] = max(float((axo.unshard(p.detach(), p.placement) - full).abs().max()) for p, full in pairs)
+    return apart
 
 
-@pytest.mark.parametrize("method", ["gathered", "owned", "distributed", "auto"])
+METHODS = ["gathered", "owned", "distributed", "auto"]
+
+
 @pytest.mark.parametrize("grid", GRIDS)
-def test_equals_torchs_in_fp32(grid: str, method: str) -> None:
+def test_equals_torchs_in_fp32(grid: str) -> None:
     options: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw"} if grid == GRIDS[0] else {}
     options |= {"nesterov": False, "ns_steps": 3} if grid == GRIDS[1] else {}
     world = axo.Grid.parse(grid).world_size
-    assert max(run_ranks(differences, world, grid, method, torch.float32, options)) <= 1e-5
+    for apart in run_ranks(differences, world, grid, METHODS, torch.float32, options):
+        assert max(apart.values()) <= 1e-5, apart
 
 
-@pytest.mark.parametrize("method", ["gathered", "owned"])
-def test_equals_torchs_to_the_bit_where_one_rank_has_a_matrix_whole(method: str) -> None:
-    assert run_ranks(differences, 4, "2x1x2x1", method, torch.bfloat16, {}) == [0.0] * 4
+def test_equals_torchs_to_the_bit_where_one_rank_has_a_matrix_whole() -> None:
+    exact = {"gathered": 0.0, "owned": 0.0}
+    assert run_ranks(differences, 4, "2x1x2x1", [*exact], torch.bfloat16, {}) == [exact] * 4
 
 
 def roundings() -> tuple[float, float]:
@@ -125,8 +133,7 @@ def test_distributed_products_round_no_more_than_torchs_in_bfloat16() -> None:
         assert 0 < ours <= 2 * torchs
 
 
-def fused(method: str) -> float:
-    comms = axo.connect("2x1x2x1")
+def fused(comms: Any, method: str) -> float:
     shapes = [((24, 16), NORMAL), ((16, 16), NORMAL)]
     where = placements(comms, shapes[:1], (16, 4, 4), (1, 2, 2)) + placements(comms, shapes[1:], (8, 4, 4))
     if method == "distributed":
@@ -138,13 +145,17 @@ def fused(method: str) -> float:
     return max(float((axo.unshard(p.detach(), p.placement) - full).abs().max()) for p, full in pairs)
 
 
-@pytest.mark.parametrize("method", ["gathered", "owned", "distributed", "auto"])
-def test_a_fused_weight_is_the_matrix_that_the_serial_model_has(method: str) -> None:
-    assert max(run_ranks(fused, 4, method)) <= 1e-5
+def fused_by_method() -> dict[str, float]:
+    comms = axo.connect("2x1x2x1")
+    return {method: fused(comms, method) for method in METHODS}
 
 
-def counted(grid: str, method: str) -> None:
-    comms = axo.connect(grid)
+def test_a_fused_weight_is_the_matrix_that_the_serial_model_has() -> None:
+    for apart in run_ranks(fused_by_method, 4):
+        assert max(apart.values()) <= 1e-5, apart
+
+
+def counted(comms: Any, grid: str, method: str) -> None:
     where = placements(comms, SHAPES)
     _, counts = sharded(comms, where, 1, method, torch.float32)
     expected = cost(where, comms.grid, method, itemsize=4, coords=comms.coords)
@@ -155,14 +166,18 @@ def counted(grid: str, method: str) -> None:
         assert expected.moved <= 1.2 * sum(least)
 
 
-@pytest.mark.parametrize("method", ["gathered", "owned", "distributed"])
-@pytest.mark.parametrize("grid", ["1x1x2x1", "2x1x3x1", "2x2x2x1"])
-def test_what_is_sent_is_what_cost_counts(grid: str, method: str) -> None:
-    run_ranks(counted, axo.Grid.parse(grid).world_size, grid, method)
-
-
-def largest(grid: str, shape: tuple[int, int]) -> float:
+def counted_by_method(grid: str) -> None:
     comms = axo.connect(grid)
+    for method in METHODS[:3]:
+        counted(comms, grid, method)
+
+
+@pytest.mark.parametrize("grid", ["1x1x2x1", "2x1x3x1", "2x2x2x1"])
+def test_what_is_sent_is_what_cost_counts(grid: str) -> None:
+    run_ranks(counted_by_method, axo.Grid.parse(grid).world_size, grid)
+
+
+def largest(comms: Any, shape: tuple[int, int]) -> float:
     (placement,) = placements(comms, [(shape, NORMAL)])
     parameter = nn.Parameter(axo.shard(whole(shape, 0), placement))
     parameter.placement, parameter.grad = placement, axo.shard(whole(shape, 1), placement)
@@ -172,10 +187,15 @@ def largest(grid: str, shape: tuple[int, int]) -> float:
     return seen.elements / math.prod(placement.max_local_shape())
 
 
-@pytest.mark.parametrize("shape", [(32, 64), (64, 32), (64, 64)])
+def largest_by_shape(grid: str) -> dict[tuple[int, int], float]:
+    comms = axo.connect(grid)
+    return {shape: largest(comms, shape) for shape in ((32, 64), (64, 32), (64, 64))}
+
+
 @pytest.mark.parametrize("grid", ["1x1x4x1", "2x2x2x1"])
-def test_a_matrix_too_large_for_a_rank_stays_on_the_grid(grid: str, shape: tuple[int, int]) -> None:
-    assert max(run_ranks(largest, axo.Grid.parse(grid).world_size, grid, shape)) <= 2
+def test_a_matrix_too_large_for_a_rank_stays_on_the_grid(grid: str) -> None:
+    for held in run_ranks(largest_by_shape, axo.Grid.parse(grid).world_size, grid):
+        assert max(held.values()) <= 2, held
 
 
 LLAMA = gpt.LLAMA | {"n_query_groups": 1}  # keys and values of one head, which both ranks of x hold
@@ -186,9 +206,10 @@ MUON = {"lr": 1e-2, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 MIXTURE = LLAMA | {"mlp_class_name": "LLaMAMoE", "n_expert": 5, "n_expert_per_token": 2, "moe_intermediate_size": 48}
 
 
-def serial_losses(steps: int, sizes: dict[str, Any] = LLAMA) -> list[float]:
+@functools.cache
+def serial_losses(steps: int, experts: bool = False) -> list[float]:
     """LitGPT's model under torch's pair of optimizers, with Muon's products in fp32."""
-    config = Config(**sizes)
+    config = Config(**(MIXTURE if experts else LLAMA))
     serial_seed()
     model = GPT(config)
     hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and "transformer.h" in name]
@@ -247,7 +268,7 @@ def trained(grid: str, *options: Any) -> list[float]:
     ],
 )
 def test_twenty_losses_equal_serial(grid: str, method: str, zero: int, sizes: dict[str, Any]) -> None:
-    expected = serial_losses(20, sizes)
+    expected = serial_losses(20, sizes is MIXTURE)
     assert expected[-1] < expected[0] - 1
     for losses in run_ranks(trained, axo.Grid.parse(grid).world_size, grid, method, zero, sizes, timeout=120):
         assert losses == pytest.approx(expected, abs=1e-4)

@@ -211,6 +211,16 @@ class Slow(torch.optim.Optimizer):
         return loss
 
 
+class Projects(Slow):
+    """Couples before the step that is given, of which alone torch's hooks know."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for p in self.state:
+                p.grad -= p * (p * p.grad).sum() / p.square().sum()
+        return self.inner.step(closure)
+
+
 class H(Base):
     """Elementwise: Lion, with an option that is no group's, and state of construction."""
 
@@ -401,6 +411,26 @@ def test_a_first_step_refuses_warns_or_takes(grid: str, zero: int) -> None:
         assert ("Elsewhere does not update" in elsewhere) == bool(zero), "state of whole tensors, out of reach"
         assert (knows, lion, adamw) == ("", "", "")
         assert not split or "takes_shards = True" in stable
+
+
+def step_by_wrappers(grid: str) -> list[str]:
+    """What is said of wrappers that torch's ``__init__`` has not made, around AdamW."""
+    comms, said = axo.connect(grid), []
+    for wrapper in (Projects, Slow):
+        model = axo.parallelize(model_of(), comms, plan="auto")
+        model(my_rows(comms, torch.arange(32.0).view(4, 8) / 32)).square().sum().backward()
+        said.append("")
+        try:
+            wrapper(torch.optim.AdamW(model.parameters())).step()
+        except axo.Refused as error:
+            said[-1] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1"])
+def test_a_wrapper_around_an_optimizer_is_tried_too(grid: str) -> None:
+    for projects, slow in run_ranks(step_by_wrappers, 2, grid):
+        assert "step(): Projects does not update element by element" in projects and slow == ""
 
 
 def trained(make: Any, zero: int, folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -11,14 +11,15 @@ import random
 import re
 import signal
 import statistics
-import sys
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hosts import Hosts, available
+from axo.train import launchers
+from tests.hosts import Hosts, available, python
 from tests.train.test_train import text
 
 __all__ = ["text"]  # a fixture
@@ -29,13 +30,16 @@ if WHY_NOT:
 
 START_S = 240  # to import torch on a busy machine
 NOT_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# axo train whose steps take a while, so that a host is lost between them; AHEAD: by how many seconds its clock is.
+# axo train whose steps take a while, so that a host is lost between them; AHEAD: by how many seconds its clock is. From
+# the twelfth step on it waits while there is a file HOLD.
 PROGRAM = """
 import os, sys, time
 from axo.train import loop
 step, clock, ahead = loop.Trainer.step, time.time, float(os.environ.get("AHEAD", "0"))
 def slow(self, index):
-    time.sleep(float(os.environ["STEP_S"]))
+    time.sleep(0.1)
+    while index >= 12 and os.path.exists(os.environ["HOLD"]):
+        time.sleep(0.01)
     return step(self, index)
 loop.Trainer.step, time.time = slow, lambda: clock() + ahead
 from axo.cli.main import main
@@ -46,10 +50,9 @@ main()
 class Run:
     """A run on all of ``hosts``: a launcher on each, which can be started again where it was lost."""
 
-    def __init__(
-        self, hosts: Hosts, folder: Path, text: str, *options: str, step: float = 0.1, of_last: tuple[str, ...] = ()
-    ) -> None:
-        self.hosts, self.folder, self.environment = hosts, folder, {"STEP_S": str(step), "AXO_SECRET": "s" * 32}
+    def __init__(self, hosts: Hosts, folder: Path, text: str, *options: str, of_last: tuple[str, ...] = ()) -> None:
+        self.hosts, self.folder, self.hold = hosts, folder, folder / "hold"
+        self.environment = {"HOLD": str(self.hold), "AXO_SECRET": "s" * 32} | dict.fromkeys(NOT_TORCHRUN)
         self.usual = {
             "--data": text, "--grid": "2x1x2x1", "--elastic": "2:4", "--copy-every": "3", "--steps": "24",
             "--batch-size": "12", "--seq-len": "32", "--precision": "32-true", "--model-override": "n_layer=1",
@@ -66,8 +69,7 @@ class Run:
         """The command on one host, also where it was lost."""
         usual = self.usual | dict(zip(options[::2], options[1::2], strict=True))
         words = [word for option in usual.items() for word in option] + ["--compare-serial"]
-        without = [word for name in NOT_TORCHRUN for word in ("-u", name)]
-        command = ["env", *without, sys.executable, "-c", PROGRAM, "train", *words]
+        command = python(PROGRAM, "train", *words)
         only = Hosts.start(self.hosts, command, 1, f"{number}-", [number], **self.environment, **other)
         return only[0]
 
@@ -89,6 +91,13 @@ class Run:
             if time.monotonic() > end or self.processes[number].poll() is not None:
                 raise AssertionError(f"no step {step}:\n" + "\n".join(map(self.output, range(len(self.hosts)))))
             time.sleep(0.02)
+
+    def wait_until_it_listens(self, number: int) -> None:
+        """Until the launcher of a host can be asked, and so has a say in what the run does next."""
+        end, listening = time.monotonic() + START_S, self.hosts[number].command("ss", "-Hltn")
+        while f":{launchers._PORT} " not in subprocess.run(listening, capture_output=True, text=True).stdout:
+            assert time.monotonic() < end and self.processes[number].poll() is None, self.output(number)
+            time.sleep(0.05)
 
     def recovery(self, number: int, since: float) -> tuple[dict[str, float], int]:
         """Seconds of each part of the first recovery after a fault, in the log of this host; its first step."""
@@ -133,7 +142,8 @@ def test_a_lost_host_costs_a_few_steps_and_no_file(lost: int, addresses: list[st
 def test_a_host_that_comes_back_gets_ranks_when_that_is_told(lost: int, text: str, tmp_path: Path) -> None:
     """It brings nothing: what it lacks of the newest copy comes from the other. Clocks are an hour apart."""
     with Hosts(2) as hosts:
-        run, left = Run(hosts, tmp_path, text, "--steps", "200", step=0.2), 1 - lost
+        (tmp_path / "hold").touch()
+        run, left = Run(hosts, tmp_path, text), 1 - lost
         run.wait_for_step(0, 4)
         hosts[lost].lose_power()
         run.recovery(left, 0)
@@ -141,11 +151,12 @@ def test_a_host_that_comes_back_gets_ranks_when_that_is_told(lost: int, text: st
         hosts[lost].run("umount", str(tmp_path / "out"))
         hosts[lost].run("mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "out"))
         run.processes[lost] = run.start(lost, AHEAD="3600")
-        time.sleep(START_S / 8)
+        run.wait_until_it_listens(lost)
         run.inside(left, tmp_path / "out" / "ranks").write_text("4")
+        run.hold.unlink()
         assert run.end(0, 1) == [0, 0], (run.output(0), run.output(1))
         assert "out/ranks said so; goes on with 4 ranks on grid 2x1x2x1" in run.output(0).replace("\n", "")
-        assert "over 200 steps (limit 1e-4): ok" in run.output(0), run.output(0)
+        assert "over 24 steps (limit 1e-4): ok" in run.output(0), run.output(0)
         assert of_kind(run.log(0), "header", "grid")[-1] == "2x1x2x1"
 
 

@@ -221,16 +221,6 @@ def plan(
         gpus, tokens=float(tokens_of(tokens, batch=False)), precision=precision, search=search,
         algorithms=planner.ALGORITHMS if algorithm == "all" else (algorithm,), context=context, experts=experts,
     )  # fmt: skip
-    if (outputs.plot or outputs.html) and algorithm != "axonn":
-        raise ValueError(f"--plot and --html simulate a step of axonn; leave --algorithm {algorithm} out for them")
-    for option, count, of in (
-        ("context", context, "whole sequences"),
-        ("experts", experts, "all experts on all ranks"),
-    ):
-        if (outputs.plot or outputs.html or explain) and count != 1:
-            raise ValueError(f"--plot, --html and --explain simulate a step of {of}; leave --{option} out for them")
-    if (outputs.plot or outputs.html) and request.pipeline != (1,):
-        raise ValueError("--plot and --html simulate a step of one grid; axo simulate --pipeline draws stages")
     wanted = None if explain is None else _grid(explain, gpus)
     ranking = planner.plan(request)
     chosen = None if wanted is None else _explained(ranking, wanted)
@@ -243,6 +233,8 @@ def plan(
 
         asked, best = ranking.request, ranking.best
         try:
+            if best.stages is not None:
+                raise ValueError("axo simulate --pipeline draws stages")
             return plots.plan_plots(ranking, engine.simulate(asked.workload, best.grid, asked.machine, best.run))
         except ValueError as error:
             outputs.say(f"no picture of a step: {error}")

@@ -24,6 +24,7 @@ from axo.perf.replay import ATTENTION, COLLECTIVE, MEMORY, PIECE, PRODUCT, UPDAT
 from axo.train.loop import Trainer
 
 _FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # of torch's products: where the first one stands
+_UNNAMED = ("product ", "forward ", "backward ", "recompute ", "optimizer ")
 _WRITE_NOTHING = ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -96,7 +97,7 @@ class Recorder(Events):
     def _issued(self, op: str, axis: str, tensor: torch.Tensor, start: float, work: object | None) -> None:
         number = len(self._places)
         self._places.append(len(self._entries))
-        sizes, name = (tensor.numel() * tensor.itemsize,), f"{op} {self._phase}"
+        sizes, name = (tensor.numel() * tensor.itemsize,), f"{self._phase} {op}"
         self._entries.append(Entry(COLLECTIVE, sizes, name, op, axis.partition("/")[0], number))
         if work is None:
             self._entries.append(Entry(WAIT, number=number))
@@ -118,6 +119,6 @@ class Recorder(Events):
         else:
             return
         one, what = self._entries[place], event.op if event.op in ("dI", "dW") else self._phase
-        if one.name.startswith(("product ", f"{one.op} ")):
+        if one.name.startswith(_UNNAMED):
             name = f"{event.layer} {what}" if one.what == PRODUCT else f"{event.layer} {one.name}"
             self._entries[place] = one._replace(name=name)

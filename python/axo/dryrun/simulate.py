@@ -49,6 +49,8 @@ def training_of(workload: Workload, grid: Grid, run: RunOptions) -> TrainConfig:
     """
     if not workload.in_litgpt:
         raise ValueError(f"simulate: {workload.name} is no transformer that LitGPT has a configuration for")
+    if run.algorithm != "axonn" or max(run.context, run.experts) > 1:
+        raise ValueError("simulate: the clock knows axonn alone, with whole sequences, and all experts on all ranks")
     settings = {one.name: one.default for one in fields(Config)}
     config = {name: default for name, default in settings.items() if default is not MISSING}
     config |= {name: value for name, value in workload.config.items() if name in settings}

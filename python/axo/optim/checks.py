@@ -15,9 +15,11 @@ Not here: gradients that are missing (``Engine``); ``axo.checkpoint``, which sav
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -80,6 +82,9 @@ def check_update(optimizer: Optimizer, where: str) -> None:
         )
 
 
+_FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "torch")
+
+
 class _StateChecks:
     """Checks each optimizer that steps on shards: its update once, and its state."""
 
@@ -92,7 +97,8 @@ class _StateChecks:
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._tried.get(optimizer) != len(optimizer.param_groups):
-            check_update(optimizer, "step()")
+            for each in (*_around(optimizer), optimizer):
+                check_update(each, "step()")
             self._tried[optimizer] = len(optimizer.param_groups)
         for group in optimizer.param_groups:
             said = group.pop(KEY, None)
@@ -104,6 +110,18 @@ class _StateChecks:
                 )
         if _say_shards not in optimizer._optimizer_state_dict_post_hooks.values():  # type: ignore[attr-defined]
             optimizer.register_state_dict_post_hook(_say_shards)
+
+
+def _around(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Optimizers in whose steps this one's is, and of which torch's hooks know nothing: wrappers with no ``__init__``
+    of torch's. Those of frameworks hand a step on as it is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        framework = frame.f_globals.get("__name__", "").partition(".")[0] in _FRAMEWORKS
+        if isinstance(owner, Optimizer) and owner is not optimizer and not framework:
+            yield owner
+        frame = frame.f_back
 
 
 def _say_shards(optimizer: Optimizer, state: MutableMapping[str, Any]) -> None:

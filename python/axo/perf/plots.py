@@ -28,6 +28,7 @@ _PARTS = {
     "products slowed by hidden communication": COLORS["slowed"],
     "communication that shows": COLORS["x"],
     "optimizer": COLORS["optimizer"],
+    "stages that wait": "#c9ced6",
     **{f"waiting for {axis}": COLORS[axis] for axis in AXES},
 }
 _PHASES = {"forward": "#3b6fb6", "backward": "#e08a3c", "product": "#5fc3d0", "dI": "#9a9a2e", "dW": "#8c5a44"}
@@ -64,11 +65,12 @@ def _ranking(plan: GridPlan) -> Any:
 def _breakdown(plan: GridPlan) -> Any:
     best = plan.ranked[:15]
     times = [candidate.time for candidate in best if candidate.time]
-    return bars([str(candidate.grid) for candidate in best], {
+    return bars([candidate.name for candidate in best], {
         "products": [time.compute for time in times],
         "products slowed by hidden communication": [time.contention for time in times],
         **{f"waiting for {axis}": [time.exposed[axis] for time in times] for axis in AXES},
         "optimizer": [time.optimizer for time in times],
+        "stages that wait": [time.bubble for time in times],
     })  # fmt: skip
 
 

@@ -144,7 +144,7 @@ class _LitGPT:
 
 def has_whole_sequences(args: Any, named: dict[str, Any]) -> bool:
     """Whether a ``litgpt.GPT`` on a context is called with a place in its cache, as to generate."""
-    return len(args) > 1 or named.get("input_pos") is not None
+    return (args[1] if len(args) > 1 else named.get("input_pos")) is not None
 
 
 def _cache_of_window(attn: Any, *args: Any, **options: Any) -> Any:

@@ -17,7 +17,8 @@ import pytest
 
 from tests.launcher import run_ranks
 
-SAMPLE = "hf_mixtral or test_model_compile or test_load_legacy_state_dict or test_forward_with_without_input_pos_maxp1"
+# Not test_model_compile: fabric/test_compile.py has it, on this grid, of a smaller model.
+SAMPLE = "hf_mixtral or test_load_legacy_state_dict or test_forward_with_without_input_pos_maxp1"
 # Tests whose own code looks at one rank's part, or at the last bits of sums; the plugin says why.
 IMPORTED = ("transformers.models.mixtral.modeling_mixtral", "torch._dynamo.repro.after_dynamo")
 SHARED = {"test_kv_cache_buffer_shape", "test_against_original_gemma_2"}
@@ -86,7 +87,7 @@ def compare(suite, grid, expression, timeout):
 @pytest.mark.slow
 def test_a_sample_passes_on_a_grid(suite):
     for found in run_ranks(outcomes, 2, suite, "2x1x1x1", SAMPLE, timeout=120, preload=IMPORTED):
-        assert len(found) == 5 and set(found.values()) == {"passed"}, found
+        assert len(found) == 4 and set(found.values()) == {"passed"}, found
 
 
 @pytest.mark.soak
