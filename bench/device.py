@@ -511,6 +511,21 @@ def judged(extra: dict[int, float | None], shared: bool = False) -> dict[str, bo
     return {name: "not measured"}
 
 
+_ALONE = ("by signals", "sums by push", "training on", "an abort frees", "a killed rank is named")
+
+
+def alone_at_two(rows: Sequence[dict[str, Any]]) -> dict[str, bool | str]:
+    """The verdicts on what two ranks alone do."""
+    verdicts: dict[str, bool | str] = {}
+    for part in _ALONE:
+        mine = [row for row in rows if part in row["check"] and row["ranks"] == 2 and row["wrong"] is not None]
+        verdicts[f"two ranks: {part}, {len(mine)} checks"] = all(not row["wrong"] for row in mine) if mine else _NOT
+    return verdicts
+
+
+_NOT = "not measured"
+
+
 def measure(gpu: Any, table: Table, smoke: bool = False) -> dict[str, bool | str]:
     """All of it; the verdicts. ``smoke``: two ranks, and of every check the least."""
     device = torch.device("cuda" if gpu.kind == "cuda" else "cpu")
@@ -531,7 +546,8 @@ def measure(gpu: Any, table: Table, smoke: bool = False) -> dict[str, bool | str
             why = table.failed.pop(f"collectives, graph, host time at {size} ranks")
             verdicts[name] = f"not measured: torch's own backend does not run so: {why}"
             continue
-        verdicts[name] = bool(graphs)
+        failed = f"collectives, graph, host time at {size} ranks" in table.failed
+        verdicts[name] = bool(graphs) and not failed and not any(row["wrong"] for row in graphs)
         if size <= 2:
             times: dict[str, float] = {}
             for row in (row for row in table.rows if row["ranks"] == size):
@@ -546,6 +562,7 @@ def measure(gpu: Any, table: Table, smoke: bool = False) -> dict[str, bool | str
             start("a killed rank", size, "death")
     wrong = sum(row["wrong"] or 0 for row in table.rows)
     verdicts["wrong results of collectives: 0"] = wrong == 0
+    verdicts |= alone_at_two(table.rows)
     verdicts |= judged(extra, gpu.shared(2))
     verdicts |= dict.fromkeys(table.failed.values(), False)
     return verdicts

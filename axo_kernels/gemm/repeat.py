@@ -29,7 +29,8 @@ class Repeated:
 
         driver = runtime.driver.active
         self._current_device, self._current_stream = driver.get_current_device, driver.get_current_stream
-        self._device, self._debug, self._knobs = driver.get_current_device(), knobs.runtime.debug, knobs.runtime
+        self._device, self._knobs = driver.get_current_device(), knobs
+        self._modes = self._in_force()
         self._hooks, self._programs = jit.pre_run_hooks, programs
         self._launcher = _cells(kernel)["launcher"].cell_contents
         described = [place for place, value in enumerate(values) if hasattr(value, "block_shape")]
@@ -52,8 +53,17 @@ class Repeated:
     ) -> Repeated | None:
         """Return what repeats a launch that Triton has done of these arguments; None: Triton has to do each.
 
-        That is so in the interpreter, on AMD's devices, and where Triton's launcher is another than in 3.6 and 3.9.
+        That is so in the interpreter, on AMD's devices, and where Triton's launcher is another than in 3.6 to 3.9.
         """
+        try:
+            return cls._of(jit, kernel, programs, arguments, options)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # Triton's own parts are otherwise
+            return None
+
+    @classmethod
+    def _of(
+        cls, jit: Any, kernel: Any, programs: int, arguments: Sequence[Any], options: dict[str, Any]
+    ) -> Repeated | None:
         run = getattr(kernel, "run", None)
         allocates = [getattr(run, f"{name}_scratch_size", None) != 0 for name in ("global", "profile")]
         if "launcher" not in _cells(kernel) or any(allocates) or getattr(run, "gsan_enabled", False):
@@ -66,10 +76,14 @@ class Repeated:
 
     def ready(self) -> bool:
         """Whether Triton would launch the same now, on this device, and no hook (of a profiler) is to be called."""
-        enter, leave = self._knobs.launch_enter_hook, self._knobs.launch_exit_hook
+        enter, leave = self._knobs.runtime.launch_enter_hook, self._knobs.runtime.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self._hooks:
             return False
-        return self._knobs.debug == self._debug and self._current_device() == self._device
+        return self._in_force() == self._modes and self._current_device() == self._device
+
+    def _in_force(self) -> tuple[Any, Any]:
+        """What of Triton's settings a kernel is looked up by."""
+        return self._knobs.runtime.debug, getattr(self._knobs.compilation, "instrumentation_mode", None)
 
     def __call__(self, bases: Sequence[int], pointers: Sequence[int], describe: Callable[[], list[Any]]) -> None:
         """Launch with descriptors of these bases, and with these pointers, each in the order of the parameters."""
@@ -77,7 +91,8 @@ class Repeated:
         for place, kept, base in zip(self._maps, self._kept, bases):  # noqa: B905 - as long by construction
             encoded = kept.get(base)
             if encoded is None:
-                encoded = self._encode(place, kept, base, describe)
+                self._encode(bases, describe)
+                encoded = kept[base]
             arguments[place] = encoded
         for place, pointer in zip(self._pointers, pointers):  # noqa: B905
             arguments[place] = pointer
@@ -87,11 +102,12 @@ class Repeated:
         else:
             self._launcher(self._programs, 1, 1, stream, *self._between, arguments)
 
-    def _encode(self, place: int, kept: dict[int, Any], base: int, describe: Callable[[], list[Any]]) -> Any:
-        if len(kept) >= _KEPT:
-            kept.clear()
-        kept[base] = self._hand_over(describe())[1][place]
-        return kept[base]
+    def _encode(self, bases: Sequence[int], describe: Callable[[], list[Any]]) -> None:
+        encoded = self._hand_over(describe())[1]
+        for place, kept, base in zip(self._maps, self._kept, bases):  # noqa: B905
+            if len(kept) >= _KEPT:
+                kept.clear()
+            kept[base] = encoded[place]
 
 
 def _cells(kernel: Any) -> dict[str, CellType]:

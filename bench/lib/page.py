@@ -13,8 +13,10 @@ from .table import read_rows
 _HEAD = """# Measured on a GPU
 
 For readers who ask what has run on a real GPU: every figure, good or bad, as `axo bench gpu --page docs/gpu.md` has
-written it from its own results. Stand-ins never fill a row here. What was found there, what was mended, and which rows
-something else disturbed: [the first GPU](notes/first_gpu.md).
+written it from the results of the parts below. Stand-ins never fill a row here. What was found there, what was mended,
+which rows something else disturbed, and what was measured besides: [the first GPU](notes/first_gpu.md). *Hides*: 1 is
+all of the communication; below 0 is slower than the product, then the communication; above 1 the product in pieces is
+faster than in one.
 
 """
 # Subject, part of bench.gpu, and what its verdicts begin with.
@@ -29,6 +31,7 @@ _SUBJECTS = (
     ("fp8 beside bf16", "kernels", r"fp8"),
     ("Communication hidden behind a product", "kernels", r"\w+_\w+ .*(hides|over serial)"),
     ("Collectives and graphs of 1, 2 and 4 ranks", "device", r"collectives|wrong results"),
+    ("Flags, push, training, an abort, a death, at two ranks", "device", r"two ranks:"),
     ("Host time of a collective over torch's NCCL backend", "device", r"overhead"),
     ("Offload", "offload", r"offload"),
     ("Layers and loss beside torch's", "gpu_step", r"Axo's layers|cross-entropy"),
@@ -57,4 +60,9 @@ def page(out: Path | None) -> str:
             name = row["note"].rsplit(": ", 1)[0].replace("|", "\\|")
             text += f"| {subject} | {name} | {words.get(row['verdict'], row['verdict'])} |\n"
         text += "" if told else f"| {subject} | | not measured |\n"
+    for part, lines in rows.items():  # what failed otherwise
+        known = [begins for _, of, begins in _SUBJECTS if of == part]
+        for row in lines:
+            if row.get("verdict") is False and not any(re.match(begins, row["note"]) for begins in known):
+                text += f"| `bench.{part}` | {row['note'].rsplit(': ', 1)[0]} | no |\n"
     return text

@@ -413,6 +413,10 @@ def test_parts_of_the_transport_and_of_the_step_have_their_turns(monkeypatch, tm
     assert len(ours) == 2
     overhead = "overhead over torch's NCCL backend under 3 us a call"
     assert verdicts[f"{overhead}: 3.00"] is False, "the figure of two ranks counts, not that of one"
+    told = [{"check": "a killed rank is named", "ranks": 2, "wrong": wrong} for wrong in (0, 1)]
+    alone = device.alone_at_two(told)
+    assert alone["two ranks: a killed rank is named, 2 checks"] is False
+    assert alone["two ranks: sums by push, 0 checks"] == "not measured"
     calls.clear()
     stand_in.shared = lambda ranks: ranks > 1
     assert f"{overhead}, two ranks on one GPU: 3.00" in device.measure(stand_in, table.Table({}), smoke=True)
@@ -492,6 +496,10 @@ def test_the_page_says_what_was_measured_and_what_was_not(tmp_path):
     found = written.read_text()
     assert "- `bench.kernels`: a GPU, today, torch 2.11, commit abc" in found and "Nothing yet" not in found
     assert "| tuned at worst, of torch: 0.940 (goal: at least 0.99) | no |" in found and "right | yes |" in found
+    rows += [{"note": "an odd part: RuntimeError: no: False", "verdict": False}]
+    write()
+    gpu.main(["--out", str(tmp_path), "--page", str(written)])
+    assert "| `bench.kernels` | an odd part: RuntimeError: no | no |" in written.read_text(), "whatever else failed"
     assert found.count("not measured") == empty.count("not measured") - 2 > 10
     rows[0]["kind"] = "cpu"
     write()
