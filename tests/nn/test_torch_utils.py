@@ -142,8 +142,9 @@ PENALTIES_OF_ELEMENTS = {
     "sum": lambda p: 0.1 * p.square().sum() / 3,
     "mean of sums": lambda p: torch.stack([p.square().sum(), p.abs().sum()]).mean(),
     "sum of sizes": lambda p: p.norm(1) + torch.norm(p, 1),
-    "mean of one": lambda p: 0.1 * torch.dot(p.flatten(), p.flatten()).mean(),
-    "torch's loss": lambda p: 0.1 * nn.functional.mse_loss(p, torch.zeros_like(p), reduction="sum").mean(),
+    "mean of one": lambda p: 0.1 * (p.reshape(1, -1) @ p.reshape(-1, 1)).squeeze().mean(),
+    "mean of dots": lambda p: 0.1 * torch.stack([torch.dot(p.flatten(), p.flatten())]).mean(),
+    "mean of torch's": lambda p: torch.stack([nn.functional.mse_loss(p, torch.zeros_like(p), reduction="sum")]).mean(),
 }
 
 
