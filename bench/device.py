@@ -519,11 +519,10 @@ def alone_at_two(rows: Sequence[dict[str, Any]]) -> dict[str, bool | str]:
     verdicts: dict[str, bool | str] = {}
     for part in _ALONE:
         mine = [row for row in rows if part in row["check"] and row["ranks"] == 2 and row["wrong"] is not None]
-        verdicts[f"two ranks: {part}, {len(mine)} checks"] = all(not row["wrong"] for row in mine) if mine else _NOT
+        verdicts[f"two ranks: {part}, {len(mine)} checks"] = (
+            all(not row["wrong"] for row in mine) if mine else "not measured"
+        )
     return verdicts
-
-
-_NOT = "not measured"
 
 
 def measure(gpu: Any, table: Table, smoke: bool = False) -> dict[str, bool | str]:

@@ -335,9 +335,8 @@ def launch_local(
             raise SignalException(f"signal {number}", signal.Signals(number))
 
     # torch 2.11 knows no such field: ranks that are told to end have its 30 s there
-    grace: dict[str, Any] = {"shutdown_timeout": _GRACE_SECONDS}
-    if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
-        grace.clear()
+    has_grace = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
+    grace: dict[str, Any] = {"shutdown_timeout": _GRACE_SECONDS} if has_grace else {}
     with own_folder() as reports:
         config = LaunchConfig(
             min_nodes=1,
