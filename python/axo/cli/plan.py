@@ -421,7 +421,7 @@ def _simulate_stages(ranking: planner.GridPlan, outputs: Outputs) -> None:
 @_with_groups
 def reproduce(
     what: Annotated[str, typer.Argument(help="papers")] = "papers",
-    check_fit: Annotated[bool, typer.Option("--fit/--no-fit", help="Fit again: leave-one-out error.")] = True,
+    check_fit: Annotated[bool, typer.Option("--fit/--no-fit", help="Fit the machines' fractions again.")] = True,
     outputs: Outputs = Outputs(),
 ) -> None:
     """Print the papers' numbers beside the model's, with the error, and what it cannot predict."""
