@@ -5,6 +5,7 @@ The oracle is the command itself. Only the model, the number of steps and the de
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -139,12 +140,10 @@ def test_a_configuration_in_a_folder_runs_that_configuration(tmp_path: Path) -> 
         assert ("simulate" in words) == name.endswith("json")
 
 
-def test_the_page_of_a_plan_decides_and_counts(tmp_path: Path) -> None:
+def test_what_is_printed_of_a_plan_decides_and_counts(tmp_path: Path) -> None:
     words = "plan --model pythia-160m --gpus 16 --machine h100 --batch-tokens 1M --tokens 1T --gpu-hour 2 --network 800"
-    for name in ("a.json", "b.json"):
-        said = CliRunner().invoke(cli.app, [*words.split(), "--json", str(tmp_path / name)])
-        assert said.exit_code == 0, said.output
-        words = words.replace("160m", "1.4b")
+    said = CliRunner().invoke(cli.app, [*words.split(), "--json", str(tmp_path / "a.json")])
+    assert said.exit_code == 0 and json.loads((tmp_path / "a.json").read_text())["gpu_hour"] == 2, said.output
     text = said.output
     days, low, high = map(float, re.findall(r"1T tokens on \S+: ([\d.]+) days \(([\d.]+) to ([\d.]+)\)", text)[0])
     assert low < days < high and re.search(r"\$[\d,]+ \(\$[\d,]+ to \$[\d,]+\) at \$2 a GPU hour", text)
@@ -152,8 +151,6 @@ def test_the_page_of_a_plan_decides_and_counts(tmp_path: Path) -> None:
     assert re.search(
         r"is the fastest: .* a step; it fits \(.* of 80 GiB\); the runner-up, \S+, is [\d.]+% slower", text
     )
-    compared = CliRunner().invoke(cli.app, ["plan", *(f"--compare={tmp_path / n}" for n in ("a.json", "b.json"))])
-    assert "800 Gb/s" in compared.output and re.search(r"a token costs [\d.]+ times as many GPU hours", compared.output)
 
 
 def test_the_interval_is_that_of_the_exam() -> None:

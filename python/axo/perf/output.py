@@ -1,17 +1,10 @@
-"""Plans and simulations as tables, JSON, CSV and one self-contained HTML page.
-
-One writer for each form. The page is what is printed, and the plots (PNG, base64); it loads nothing from the network.
-"""
+"""Plans and simulations as tables, sentences and JSON."""
 
 from __future__ import annotations
 
-import base64
-import csv
-import io
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from axo.grid import AXES
@@ -34,15 +27,6 @@ def text_columns(table: Table) -> list[bool]:
     """For each column of a table, whether it holds text, which is set to the left; numbers are set to the right."""
     header, rows = table
     return [any(row[i] and not _NUMBER.fullmatch(row[i]) for row in rows) for i in range(len(header))]
-
-
-def as_csv(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
-    """Return records as CSV; what a record lacks is left empty."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
 
 
 def candidate_json(plan: GridPlan, candidate: Candidate) -> dict[str, Any]:
@@ -111,25 +95,6 @@ def plan_json(plan: GridPlan, *, gpu_hour: float = 0.0) -> dict[str, Any]:
     }
 
 
-_COLUMNS = (
-    "rank grid algorithm context x y z data step_s compute_s contention_s exposed_x_s exposed_y_s exposed_z_s"
-    " exposed_data_s hfu_percent mfu_percent days gpu_hours recompute recomputes zero sequence_parallel offload"
-    " micro_batches pipeline schedule cuts bubble_s cached_gathers memory_bytes command reason"
-).split()
-
-
-def plan_csv(plan: GridPlan) -> str:
-    """Return every grid as CSV, the fastest first, what is left out at the end."""
-
-    def row(number: int, one: Candidate) -> dict[str, Any]:
-        values = candidate_json(plan, one)
-        values |= {f"exposed_{axis}_s": seconds for axis, seconds in values.get("exposed_s", {}).items()}
-        values |= {axis: one.grid.size(axis) for axis in AXES} | {"rank": "" if one.time is None else number}
-        return values | {"memory_bytes": f"{one.memory.total:.0f}" if one.memory else ""}
-
-    return as_csv((row(number, one) for number, one in enumerate([*plan.ranked, *plan.left_out], 1)), _COLUMNS)
-
-
 def plan_table(plan: GridPlan, top: int) -> Table:
     """Return header and rows of the best ``top`` grids, as text.
 
@@ -186,46 +151,6 @@ def cuts_text(stages: Stages | None) -> str:
     sizes = [] if stages is None else [high - low for low, high in itertools.pairwise(stages.bounds)]
     runs = [(len(list(same)), size) for size, same in itertools.groupby(sizes)]
     return " + ".join(f"{count} x {size}" if count > 1 else str(size) for count, size in runs)
-
-
-def compared(plans: Sequence[tuple[str, dict[str, Any]]]) -> list[Shown]:
-    """Return the best row of each plan side by side, the fewest GPU hours a token first, and what the dearest costs.
-
-    Hours, price (where ``--gpu-hour`` gave one) and energy (where the power is known) are of a billion tokens.
-
-    Args:
-        plans: (file, what ``plan_json`` gave).
-
-    Raises:
-        ValueError: A file holds no plan.
-    """
-    rows = list[dict[str, Any]]()
-    for name, plan in plans:
-        try:
-            best, network = plan["ranked"][0], plan.get("network_gbits")
-            hours = 1e9 * plan["gpus"] * best["step_s"] / plan["batch_tokens"] / 3600
-            price, energy = hours * plan.get("gpu_hour", 0.0), hours * plan.get("watts", 0.0) / 1e6
-            rows.append({
-                "file": name, "model": plan["model"], "machine": plan["machine"],
-                "network": f"{network:g} Gb/s" if network else "",
-                "GPUs": str(plan["gpus"]), "tokens a batch": f"{plan['batch_tokens']:,}",
-                "grid": best.get("name", best["grid"]), "step s": f"{best['step_s']:.2f}",
-                "tokens/s": f"{plan['batch_tokens'] / best['step_s']:,.0f}", "% HFU": f"{best['hfu_percent']:.1f}",
-                "GiB": f"{best['memory_bytes']['total'] / GIB:.1f}", "GPU hours a billion tokens": hours,
-                "price": f"{price:,.0f}" if price else "", "MWh": f"{energy:.2f}" if energy else "",
-            })  # fmt: skip
-        except (KeyError, IndexError, TypeError, ZeroDivisionError):
-            raise ValueError(f"{name} holds no plan; `axo plan ... --json FILE` writes one") from None
-    hours_of = "GPU hours a billion tokens"
-    rows.sort(key=lambda row: float(row[hours_of]))
-    cheap, dear = rows[0], rows[-1]
-    verdict = (
-        f"a token costs {dear[hours_of] / cheap[hours_of]:.3g} times as many GPU hours in {dear['file']}"
-        f" ({dear['model']} on {dear['machine']}) as in {cheap['file']} ({cheap['model']} on {cheap['machine']}); both"
-        " fit"
-    )
-    cells = [list((row | {hours_of: f"{row[hours_of]:.1f}"}).values()) for row in rows]
-    return [("the best of each plan", (list(cheap), cells)), verdict if len(rows) > 1 else ""]
 
 
 def commands(plan: GridPlan, top: int) -> list[str]:
@@ -303,41 +228,3 @@ def simulation_table(simulation: Simulation) -> Table:
         if busy
     ]
     return ["stream", "busy s", "products wait s"], rows
-
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1d2430; background: #fff; max-width: 70rem; margin: 2rem auto;
-       padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-table { border-collapse: collapse; margin: .7rem 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #dde2ea; white-space: nowrap; }
-th { border-bottom: 2px solid #8893a5; } td:first-child, th:first-child, td.text, th.text { text-align: left; }
-td.text { white-space: normal; } img { max-width: 100%; } .wide { overflow-x: auto; } p { overflow-wrap: anywhere; }
-"""
-
-
-def page(title: str, parts: Sequence[Shown], pictures: Mapping[str, bytes]) -> str:
-    """Return one HTML page of what is printed: sentences, and tables with their titles; then the pictures (PNG)."""
-    body = "\n".join(_part(part) for part in parts if part)
-    for name, png in pictures.items():
-        source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-        body += f'\n<h2>{escape(name)}</h2>\n<img alt="{escape(name)}" src="{source}">'
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
-    )
-
-
-def _part(part: Shown) -> str:
-    if isinstance(part, str):
-        return f"<p>{escape(part)}</p>"
-    title, (header, rows) = part
-    texts = text_columns((header, rows))
-    lines = [
-        "".join(f"<{tag}{' class=text' * text}>{escape(value)}</{tag}>" for value, text in zip(row, texts, strict=True))
-        for tag, row in [("th", header), *(("td", row) for row in rows)]
-    ]
-    cells = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<h2>{escape(title)}</h2>\n<div class="wide"><table>\n{cells}\n</table></div>'
