@@ -7,12 +7,15 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from axo.cli import main as cli
+from axo.comm import device
 from axo.grid import Grid
 from axo.perf import machine, output, planner, plots, profile, readers
 from axo.perf.chrome_trace import Span
@@ -167,6 +170,33 @@ def test_hierarchies_are_all_that_fit() -> None:
     assert list(profile.hierarchies(8)) == [(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)]
     assert list(profile.hierarchies(1)) == []
     assert set(machine.load("frontier").intra_gbs) == set(profile.hierarchies(8))
+
+
+def test_a_collective_is_composed_from_where_that_is_faster(tmp_path: Path, monkeypatch: Any) -> None:
+    """Down to the size below which it is not; of a machine whose times are known."""
+    from axo.comm.device import DeviceOptions
+
+    # Bytes of the whole message above which the composed one takes half the time; the rest: as long as the library's.
+    faster = {"all_reduce": 5000, "all_gather": 0, "broadcast": 1 << 30}
+    made = []
+
+    class World:
+        def __init__(self, composed: Any) -> None:
+            self.composed = {collective for *_, collective, _ in composed}
+
+        def __getattr__(self, name: str) -> Any:
+            whole = 4 * 4 if name == "all_gather" else 4  # bytes of an element on all ranks that have a part
+            return lambda t: 0.5 if name in self.composed and t.numel() * whole > faster.get(name, 1 << 30) else 1.0
+
+    def connect(grid: Grid, *, device_options: DeviceOptions) -> Any:
+        world = World(device_options.composed)
+        return SimpleNamespace(world=world, device="cpu", close=lambda: made.append(grid))
+
+    monkeypatch.setattr(profile, "_timed", lambda comms, repeats, run: [run(), 2.0])
+    found = profile._composed(connect, 4, 2, 1 << 16, 3)
+    assert found == {"2x2": {"all_reduce": 1 << 14, "all_gather": 16}} and len(made) == 2
+    (file := tmp_path / "machine.yaml").write_text(yaml.safe_dump({"composed": found}))
+    assert device._composed(str(file)) == ((2, 2, "all_gather", 16), (2, 2, "all_reduce", 1 << 14))
 
 
 def on_hosts(ranks: int) -> dict:
