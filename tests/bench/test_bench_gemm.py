@@ -121,9 +121,9 @@ def test_a_row_whose_rounds_disagree_is_measured_again():
 
     def measured(*tries, device=gpu):
         left = list(tries)
-        found = undisturbed(lambda: left.pop(0), device)
+        row = undisturbed(lambda: left.pop(0), device)
         given.append(len(tries) - len(left))
-        return found
+        return row
 
     assert measured(loss, rounds(quiet, quiet)) == (loss, None), "a loss whose rounds agree stands"
     assert measured(shared, loss) == (loss, None), "and one that shows when the other program has gone"
