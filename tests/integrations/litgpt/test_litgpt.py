@@ -255,6 +255,7 @@ def test_goldfish_masks_training_and_not_validation():
         ),
         (["finetune_full", ".", "--elastic", "1:2"], "--elastic is of pretrain, not of finetune_full"),
         (["pretrain", "pythia-14m", "--copy-every", "3"], "--copy-every is of --elastic MIN:MAX; add that"),
+        (["pretrain", "pythia-14m", "--hosts", "a,b"], "--hosts is of --elastic MIN:MAX; add that, or leave it out"),
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
         (["generate_full", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "bnb.nf4 runs on one device only"),
         (
