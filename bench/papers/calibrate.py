@@ -76,8 +76,8 @@ def _near(row: Row) -> tuple[planner.Request, tuple[planner.Candidate, ...]]:
     candidates = [c for c in (planner.consider(asked, grid) for grid in Grid.all(row.gpus)) if not c.reason]
     near: dict[Grid, planner.Candidate] = {}
     for gemm, network in itertools.product((0.4, 0.9), (0.3, 1.0)):
-        here = replace(asked.machine, gemm_fraction=gemm, network_fraction=network)
-        timed = sorted(candidates, key=lambda c: model.predict(asked.workload, c.grid, here, c.run).total)
+        on = replace(asked.machine, gemm_fraction=gemm, network_fraction=network)
+        timed = sorted(candidates, key=lambda c: model.predict(asked.workload, c.grid, on, c.run).total)
         near.update({candidate.grid: candidate for candidate in timed[:4]})
     return asked, tuple(near.values())
 
@@ -85,8 +85,8 @@ def _near(row: Row) -> tuple[planner.Request, tuple[planner.Candidate, ...]]:
 def error(row: Row, gemm: float, network: float) -> float:
     """Predicted over measured percent of peak, less 1, on the best grid for these fractions."""
     asked, near = _near(row)
-    here = replace(asked.machine, gemm_fraction=gemm, network_fraction=network)
-    seconds = min(model.predict(asked.workload, c.grid, here, c.run).total for c in near)
+    on = replace(asked.machine, gemm_fraction=gemm, network_fraction=network)
+    seconds = min(model.predict(asked.workload, c.grid, on, c.run).total for c in near)
     work = flops.step_flops(asked.workload, BATCH, recompute=True, full_attention=True)
     return 100 * work / (row.gpus * asked.machine.peak_tflops * 1e12) / seconds / rows()[row] - 1
 

@@ -4,18 +4,20 @@ docs/overlap.md has the table. They are functions of plain tensors, so what they
 the first layer on more than one rank is made: ``torch.nn.utils.clip_grad._get_total_norm`` (gradients and parameters of
 parallel layers are found by identity, all else goes to torch's own), ``convert_parameters._check_param_device``,
 ``parametrize.ParametrizationList.__init__``, ``init._calculate_fan_in_and_fan_out`` (of Xavier's and Kaiming's values),
-``init.orthogonal_``, ``eye_``, ``dirac_`` and ``sparse_``, ``torch.amp.GradScaler._unscale_grads_``; functions that
-say something of all elements (``_OF_ALL``, ``torch.linalg``), which know a part by its address; elements of a parameter
-(``p[7]``), and ``p.data = whole``. Pruning and the old norms of weights register parameters under other names, which
-the layers refuse (``refuse_derived``).
+``init.orthogonal_``, ``eye_``, ``dirac_`` and ``sparse_``, ``torch.amp.GradScaler._unscale_grads_``;
+``torch.Tensor.norm``, which knows a part by its address; and of ``nn.Parameter`` alone the methods that say something
+of all elements (``_OF_ALL``), elements by their numbers (``p[7]``) and ``p.data = whole``. Pruning and the old norms of
+weights register parameters under other names, which the layers refuse (``refuse_derived``).
 
-Not here: elements of ``p.data`` and ``p.detach()``, plain tensors whose ``shape`` is the part's, and what was computed
-from a part (``p.abs().mean()``). Only a subclass would know, and it would cost every use.
+Not here: functions of ``torch`` (``torch.mean(p)``), which other packages know by identity, and ``p.data``,
+``p.detach()``, ``p.grad`` and what is computed from a part (``p.abs().mean()``): plain tensors, whose ``shape`` is the
+part's.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,7 +26,6 @@ import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.compiler import is_compiling
-from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.nn.utils import clip_grad, convert_parameters, parametrize
 
 from axo.errors import Refused
@@ -107,30 +108,28 @@ def _of_whole(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 def _refuse_of_part(home: Any, name: str, known: _TotalNorm) -> None:
-    """Let a function of ``home``, which says something of all elements, or of those along a dim, refuse a part."""
-    function, is_norm = getattr(home, name), "norm" in name
-    at = 2 if is_norm or name in ("quantile", "nanquantile", "topk", "kthvalue") else 1  # where a dim may stand
-    has_dim = is_norm or (home is not torch.linalg and name != "histc")
+    """Let a method, which says something of all elements, or of those along a dim, refuse a part."""
+    function, is_norm = getattr(home, name), name == "norm"
+    at = 2 if name in ("norm", "quantile", "nanquantile", "topk", "kthvalue") else 1  # where a dim may stand
 
     @functools.wraps(function)
     def checked(*args: Any, **options: Any) -> Any:
-        tensor: Any = args[0] if args else options.get("input")
+        tensor: Any = args[0]
         looks = type(tensor) in _PLAIN and not is_compiling()
         if looks and tensor.grad_fn is None and tensor.numel() in known.sizes:
             second = args[1] if len(args) > 1 else None
             # A graph may be a loss's, in which a sum over elements is right (axo.overlap.losses).
             of_loss = tensor.requires_grad and torch.is_grad_enabled()
-            if not isinstance(second, torch.Tensor) and not (
-                of_loss and (name == "sum" or (is_norm and options.get("p", options.get("ord", second)) == 1))
+            reader = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            if (
+                reader not in _OWN
+                and not isinstance(second, torch.Tensor)
+                and not (of_loss and (name == "sum" or (is_norm and options.get("p", options.get("ord", second)) == 1)))
             ):
-                dim = options.get("dim", args[at] if len(args) > at else None) if has_dim else None
-                _check_whole(name, tensor, dim)
+                dim = options.get("dim", args[at] if len(args) > at else None)
+                _check_whole(name, tensor, None if name == "histc" else dim)
         return function(*args, **options)
 
-    of_tensor = home is torch.Tensor
-    checked.__module__, checked.__qualname__ = ("torch", f"Tensor.{name}") if of_tensor else (home.__name__, name)
-    if builtin := _find_builtin(function):  # TorchScript's name of it
-        _register_builtin(checked, builtin)
     setattr(home, name, checked)
 
 
@@ -153,12 +152,11 @@ def _split_owner(tensor: torch.Tensor, dim: Any) -> Any:
     address = _address(tensor)
     for owner in (p for layer in layers for p in layer._parameters.values() if address and p is not None):
         for each in (owner, owner.grad):
-            if each is not None and _address(each) == address and each.numel() == tensor.numel():
+            if each is not None and each.numel() == tensor.numel() and _address(each) == address:
                 placement = placement_of(owner)
                 if placement is None or dim is None or isinstance(dim, bool) or tensor.dim() != len(placement.splits):
                     return owner if is_split(placement) or each.shape != owner.shape else None
-                dims, grid = dim if isinstance(dim, tuple | list) else (dim,), placement.communicators.grid
-                split = [any(grid.size(axis) > 1 for axis in axes) for axes in placement.splits]
+                dims, split = dim if isinstance(dim, tuple | list) else (dim,), _split_dims(placement)
                 return owner if not dims or any(split[one % len(split)] for one in dims) else None
     return None
 
@@ -182,27 +180,40 @@ def is_own(owner: object, passed: tuple[str, ...] = ("torch.",)) -> bool:
     return (
         frame is None
         or getattr(reader, "takes_shards", False) is True
-        or frame.f_globals.get("__name__", "").partition(".")[0] in ("axo", "axo_kernels", "torch")
+        or frame.f_globals.get("__name__", "").partition(".")[0] in (*_OWN, "torch")
         or (isinstance(reader, nn.Module) and any(each is owner for each in reader._parameters.values()))
     )
 
 
 def _refuse_elements(name: str) -> None:
-    """Let ``p[...]``, or its assignment, refuse a part of a parameter."""
+    """Let ``p[...]``, or its assignment, refuse elements by their numbers along a dim that is split."""
     function = getattr(torch.Tensor, name)
 
     @functools.wraps(function)
     def checked(self: nn.Parameter, index: Any, *value: Any) -> Any:
-        if "placement" in self.__dict__ and is_split(placement_of(self)) and not is_own(self, ()):
-            each = index if isinstance(index, tuple) else (index,)
-            if not all(one is None or one is ... or (isinstance(one, slice) and one == slice(None)) for one in each):
-                raise Refused(
-                    f"p[...]: of {_held(self)}, elements may be another rank's; axo.unshard(p, p.placement) is the"
-                    " whole tensor, p.copy_(axo.shard(whole, p.placement)) writes this rank's part of it"
-                )
+        if "placement" in self.__dict__ and _is_by_number(index, placement_of(self)) and not is_own(self, ()):
+            raise Refused(
+                f"p[...]: of {_held(self)}, elements may be another rank's; axo.unshard(p, p.placement) is the"
+                " whole tensor, p.copy_(axo.shard(whole, p.placement)) writes this rank's part of it"
+            )
         return function(self, index, *value)
 
     setattr(nn.Parameter, name, checked)
+
+
+def _is_by_number(index: Any, placement: Placement | None) -> bool:
+    """Whether ``index`` numbers elements, or masks them, along a dim that is split; slices are of the part."""
+    if placement is None or not is_split(placement):
+        return False
+    each, split = index if isinstance(index, tuple) else (index,), _split_dims(placement)
+    if any(isinstance(one, torch.Tensor | list) or one is ... for one in each):
+        return not all(one is ... or isinstance(one, slice) for one in each)
+    return any(isinstance(one, int) and split[dim] for dim, one in zip(range(len(split)), each, strict=False))
+
+
+def _split_dims(placement: Placement) -> list[bool]:
+    grid = placement.communicators.grid
+    return [any(grid.size(axis) > 1 for axis in axes) for axes in placement.splits]
 
 
 def _set_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
@@ -241,10 +252,11 @@ def _unscale_grads_(self: Any, optimizer: Any, *args: Any) -> Any:
 
 # Of a part they are not the whole's, nor a share of it; a sum is where a loss takes it.
 _OF_ALL = (
-    "mean nanmean std var std_mean var_mean prod sum nansum max min amax amin aminmax argmax argmin median nanmedian"
+    "mean nanmean std var prod sum nansum max min amax amin aminmax argmax argmin median nanmedian"
     " mode quantile nanquantile logsumexp norm count_nonzero histc topk kthvalue trace"
 ).split()
 _PLAIN = (torch.Tensor, nn.Parameter)
+_OWN = ("axo", "axo_kernels")  # packages that know what a part is
 _torchs_data: Any = torch.Tensor.data
 _torchs_unscale: Any = torch.amp.GradScaler._unscale_grads_
 _torchs_check = convert_parameters._check_param_device
@@ -263,10 +275,8 @@ def know(layer: nn.Module) -> None:
             setattr(nn.init, name, _of_whole(getattr(nn.init, name), "rows and columns"))
         scaler: Any = torch.amp.GradScaler
         scaler._unscale_grads_ = _unscale_grads_
-        algebra = [name for name, each in vars(torch.linalg).items() if name[0] != "_" and isinstance(each, type(len))]
-        for home, names in ((torch.Tensor, _OF_ALL), (torch, _OF_ALL), (torch.linalg, algebra)):
-            for name in (each for each in names if hasattr(home, each)):
-                _refuse_of_part(home, name, norm)
+        for name in _OF_ALL:
+            _refuse_of_part(torch.Tensor if name == "norm" else nn.Parameter, name, norm)
         for name in ("__getitem__", "__setitem__"):
             _refuse_elements(name)
         nn.Parameter.data = property(lambda self: _torchs_data.__get__(self), _set_data)  # type: ignore[assignment]

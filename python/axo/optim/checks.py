@@ -119,8 +119,8 @@ def _around(optimizer: Optimizer) -> Iterator[Optimizer]:
     while frame is not None:
         owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
         framework = frame.f_globals.get("__name__", "").partition(".")[0] in _FRAMEWORKS
-        known = owner is optimizer or framework or not hasattr(owner, "param_groups")
-        if isinstance(owner, Optimizer) and not known:
+        passes_on = owner is optimizer or framework or not hasattr(owner, "param_groups")
+        if isinstance(owner, Optimizer) and not passes_on:
             yield owner
         frame = frame.f_back
 

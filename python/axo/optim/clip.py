@@ -155,9 +155,11 @@ def _local_total(grads: list[torch.Tensor], norm_type: float, device: torch.devi
     """Sum of |g|^p over this rank's elements (for p = inf the maximum), as one fp64 number."""
     if not grads:
         return torch.zeros(1, dtype=torch.float64, device=device)
-    wide = [torch.promote_types(g.dtype, torch.float32) for g in grads]
-    each = [torch.linalg.vector_norm(g, norm_type, dtype=w).double() for g, w in zip(grads, wide, strict=True)]
-    norms = torch.stack([norm.to(device) for norm in each])
+    each = list[torch.Tensor]()
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        alike = [grad for grad in grads if grad.dtype is dtype]
+        each += torch._foreach_norm(alike, norm_type, dtype=torch.promote_types(dtype, torch.float32))
+    norms = torch.stack([norm.to(device, torch.float64) for norm in each])
     if math.isinf(norm_type):
         return norms.max().reshape(1)
     return norms.pow(norm_type).sum().reshape(1)
