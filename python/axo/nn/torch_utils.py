@@ -115,8 +115,7 @@ def _refuse_of_part(home: Any, name: str, known: _TotalNorm) -> None:
     @functools.wraps(function)
     def checked(*args: Any, **options: Any) -> Any:
         tensor: Any = args[0] if args else options.get("input")
-        looks = type(tensor) in _PLAIN and not is_compiling()
-        if looks and tensor.grad_fn is None and tensor.numel() in known.sizes:
+        if type(tensor) in _PLAIN and not is_compiling() and tensor.grad_fn is None and tensor.numel() in known.sizes:
             second = args[1] if len(args) > 1 else None
             # A graph may be a loss's, in which a sum over elements is right (axo.overlap.losses).
             of_loss = tensor.requires_grad and torch.is_grad_enabled()
@@ -127,8 +126,8 @@ def _refuse_of_part(home: Any, name: str, known: _TotalNorm) -> None:
                 _check_whole(name, tensor, dim)
         return function(*args, **options)
 
-    of_tensor = home is torch.Tensor
-    checked.__module__, checked.__qualname__ = ("torch", f"Tensor.{name}") if of_tensor else (home.__name__, name)
+    checked.__module__ = "torch" if home is torch.Tensor else home.__name__  # by which it is pickled
+    checked.__qualname__ = f"Tensor.{name}" if home is torch.Tensor else name
     if builtin := _find_builtin(function):  # TorchScript's name of it
         _register_builtin(checked, builtin)
     setattr(home, name, checked)
@@ -173,10 +172,7 @@ def _held(parameter: Any) -> str:
 
 
 def is_own(owner: object, passed: tuple[str, ...] = ("torch.",)) -> bool:
-    """Whether Axo or torch reads it, a module whose own it is, or an optimizer that takes shards.
-
-    ``passed``: how the names of modules begin that do so for others.
-    """
+    """Whether Axo or torch reads it (but for ``passed``), a module whose own it is, or one that takes shards."""
     frame = caller(lambda name: not name.startswith(passed))
     reader = None if frame is None else frame.f_locals.get("self")
     return (
@@ -276,5 +272,4 @@ def know(layer: nn.Module) -> None:
         if placement is not None and parameter is not None and parameter.dim():  # and its rows of ZeRO-2's
             dim, comms = placement.state_dim, placement.communicators
             low, high = chunk_bounds(parameter.shape[dim], comms.grid.data, comms.coords.data)
-            row = parameter.numel() // max(parameter.shape[dim], 1)
-            norm.sizes |= {parameter.numel(), (high - low) * row}
+            norm.sizes |= {parameter.numel(), parameter.detach().narrow(dim, low, high - low).numel()}
