@@ -287,10 +287,10 @@ def triton_matmul(
     prepared = _launch(left, right, written, gate, product, epilogue, config)
     if written.data_ptr() != out.data_ptr():
         out.copy_(written.view(out.shape))
-    if prepared is None or not a.dim() == b.dim() == out.dim() == 2:
+    if not a.dim() == b.dim() == out.dim() == 2:
         return out, None
     turned = (product.layout == "TN", product.layout == "NT", False)  # from the stored operands to left and right
-    pairs = zip(prepared.multiply.matrices, turned, strict=True)
+    pairs = zip(prepared.multiply.matrices, turned, strict=False)  # none, where they are plain pointers
     stored = tuple((one[0] != turn, *one[1:]) for one, turn in pairs)
     return out, replace(prepared, multiply=replace(prepared.multiply, matrices=stored))
 
@@ -303,7 +303,7 @@ def _launch(
     product: Product,
     epilogue: Epilogue,
     config: Config | None,
-) -> Prepared | None:
+) -> Prepared:
     """Launch the kernel for ``left[..., M, K] @ right[..., K, N]`` into ``out``; chooses the path and the grid."""
     target = devices.target_of(left.device)
     kernels = devices.gemm_kernels()
@@ -349,8 +349,7 @@ def _launch(
     final, pieces, combine = out, config.split_k, None
     if pieces > 1:  # fp32 sums of each piece, with whole tiles of rows: what is behind the sum comes with the last step
         final, rows = _matrix(out), tiles_m * config.block_m
-        where = "meta" if config.descriptors else out.device  # those are made at each launch
-        out = torch.empty((pieces * rows, product.n), dtype=torch.float32, device=where)
+        out = torch.empty((pieces * rows, product.n), dtype=torch.float32, device="meta")  # made at each launch
         tiles = tiles_m * math.ceil(product.n / 128) * math.ceil(config.block_m / 32)
         sizes = (product.m, product.n, rows * product.n, *final.stride(), (final if gate is None else gate).stride(-2))
         last = {"PIECES": pieces, "BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 4} | behind
@@ -375,18 +374,18 @@ def _launch(
         prepared = Prepared(multiply, True, combine, tuple(out.shape))
         prepared(left, right, final, bias, gate)
         return prepared
-    left, right, out = _batched(left), _batched(right), _batched(out)
+    shape, left, right, out = tuple(out.shape), _batched(left), _batched(right), _batched(out)
     read = out if gate is None else _batched(gate)
-    kernels.matmul_kernel[(programs,)](
-        left, right, out, bias, read, product.batch, product.m, product.n, product.k,
-        left.stride(0), left.stride(1), left.stride(2), right.stride(0) if right.shape[0] > 1 else 0,
-        right.stride(1), right.stride(2), out.stride(0), out.stride(1), out.stride(2), read.stride(0),
-        read.stride(1), rows * product.n if pieces > 1 else 0,
-        EVEN_K=product.k % config.block_k == 0, **options,
+    sizes_and_strides = (
+        product.batch, product.m, product.n, product.k, *left.stride(), right.stride(0) if right.shape[0] > 1 else 0,
+        *right.stride()[1:], *out.stride(), *read.stride()[:2], rows * product.n if pieces > 1 else 0,
     )  # fmt: skip
-    if combine is not None:
-        combine(out, final, bias, final if gate is None else gate)
-    return None
+    options["EVEN_K"] = product.k % config.block_k == 0
+    prepared = Prepared(
+        KernelLaunch(kernels.matmul_kernel, programs, (), sizes_and_strides, options), True, combine, shape
+    )
+    prepared(left, right, final, bias, gate)
+    return prepared
 
 
 def hints(config: Config) -> dict[str, int]:

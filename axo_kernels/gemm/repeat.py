@@ -69,13 +69,14 @@ class Prepared:
         multiply: Of the kernel that multiplies.
         gated: Whether kernels take a gate behind the bias.
         combine: Of the one that adds the fp32 sums of K's pieces, where K is cut: of ``pieces`` (rows, columns).
-        spans: Bytes from base to end of the result, a, b and the bias.
+        shape, spans: Of the result; bytes from base to end of the result, a, b and the bias.
     """
 
     multiply: KernelLaunch
     gated: bool
     combine: KernelLaunch | None = None
     pieces: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
     spans: tuple[int, ...] = ()
 
     def __call__(
@@ -102,20 +103,19 @@ class Repeated:
         self._current_device, self._current_stream = driver.get_current_device, driver.get_current_stream
         self._device, self._knobs = driver.get_current_device(), knobs
         self._modes = self._in_force()
-        self._hooks, self._programs = jit.pre_run_hooks, programs
+        self._hooks = jit.pre_run_hooks
         cells = _cells(kernel)
         self._launcher = cells["launcher"].cell_contents if cells else kernel.run.launch
         described = [place for place, value in enumerate(values) if hasattr(value, "block_shape")]
         pointers = {place: object() for place, value in enumerate(values) if hasattr(value, "data_ptr")}
         hidden = [pointers.get(place, None if place in described else value) for place, value in enumerate(values)]
         self._hand_over = partial(_handed_over, kernel, programs, hidden, described)
-        before, self._arguments, self._flat = self._hand_over([values[place] for place in described])
-        self._between = before[4:]
+        self._before, self._arguments, self._flat = self._hand_over([values[place] for place in described])
+        self._stream = self._before.index(_STREAM)
         self._maps = [place for place, value in enumerate(self._arguments) if type(value).__name__ == "PyCUtensorMap"]
         self._pointers = [self._arguments.index(mark) for mark in pointers.values() if mark in self._arguments]
         self._kept: list[dict[int, Any]] = [{} for _ in self._maps]
-        as_known = before[:4] == [programs, 1, 1, _STREAM]
-        self.usable = as_known and (len(self._maps), len(self._pointers)) == (len(described), len(pointers))
+        self.usable = (len(self._maps), len(self._pointers)) == (len(described), len(pointers))
         for place in (*self._maps, *self._pointers):
             self._arguments[place] = None
 
@@ -125,7 +125,7 @@ class Repeated:
     ) -> Repeated | None:
         """Return what repeats a launch that Triton has done of these arguments; None: Triton has to do each.
 
-        That is so in the interpreter, on AMD's devices, and where Triton's launcher is another than in 3.6 to 3.9.
+        That is so in the interpreter, and where Triton's launcher is another than in 3.6 to 3.9.
         """
         try:
             return cls._of(jit, kernel, programs, arguments, options)
@@ -137,8 +137,9 @@ class Repeated:
         cls, jit: Any, kernel: Any, programs: int, arguments: Sequence[Any], options: dict[str, Any]
     ) -> Repeated | None:
         run, cells = getattr(kernel, "run", None), _cells(kernel)
-        allocates = [getattr(run, f"{name}_scratch_size", None) != 0 for name in ("global", "profile")]
-        if (cells and "launcher" not in cells) or any(allocates) or getattr(run, "gsan_enabled", False):
+        if run is None or any(getattr(run, f"{name}_scratch_size", 0) for name in ("global", "profile")):
+            return None
+        if (cells and "launcher" not in cells) or getattr(run, "gsan_enabled", False):
             return None
         named = {name: value for name, value in options.items() if name in jit.signature.parameters}
         bound = jit.signature.bind(*arguments, **named)
@@ -168,11 +169,12 @@ class Repeated:
             arguments[place] = encoded
         for place, pointer in zip(self._pointers, pointers):  # noqa: B905
             arguments[place] = pointer
-        stream = self._current_stream(self._device)
+        before = self._before.copy()
+        before[self._stream] = self._current_stream(self._device)
         if self._flat:
-            self._launcher(self._programs, 1, 1, stream, *self._between, *arguments)
+            self._launcher(*before, *arguments)
         else:
-            self._launcher(self._programs, 1, 1, stream, *self._between, arguments)
+            self._launcher(*before, arguments)
 
     def _encode(self, bases: Sequence[int], describe: Callable[[], list[Any]]) -> None:
         encoded = self._hand_over(describe())[1]
@@ -209,4 +211,5 @@ def _handed_over(
     twin(programs, 1, 1, _STREAM, kernel.function, kernel.packed_metadata, None, None, None, *values)
     if isinstance(taken[-1], (list, tuple)):
         return taken[:-1], list(taken[-1]), False
-    return taken[:4], taken[4:], True
+    behind = taken.index(_STREAM) + 1
+    return taken[:behind], taken[behind:], True

@@ -75,7 +75,7 @@ class _Triton:
         launch = self._prepared.get(key) if key is not None else None
         if launch is not None and (out is None or _apart(out, (a, b, bias), launch.spans)):
             if out is None:
-                out = a.new_empty(launch.multiply.numbers[:2])
+                out = a.new_empty(launch.shape)
             launch(a, b, out, bias)
             return out
         rest |= {"out": out, "bias": bias, "accumulate": accumulate}
@@ -88,7 +88,7 @@ class _Triton:
         if prepared is not None:
             if len(self._prepared) >= _KEPT:
                 self._prepared.clear()
-            prepared.spans = tuple(map(_span, (result, a, b, bias)))
+            prepared.shape, prepared.spans = result.shape, tuple(map(_span, (result, a, b, bias)))
             self._prepared[key] = prepared
         return result
 

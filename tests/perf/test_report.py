@@ -178,7 +178,7 @@ def test_a_collective_is_composed_from_where_that_is_faster(tmp_path: Path, monk
 
     # Bytes of the whole message above which the composed one takes half the time; the rest: as long as the library's.
     faster = {"all_reduce": 5000, "all_gather": 0, "broadcast": 1 << 30}
-    made = []
+    closed = list[Grid]()
 
     class World:
         def __init__(self, composed: Any) -> None:
@@ -190,12 +190,12 @@ def test_a_collective_is_composed_from_where_that_is_faster(tmp_path: Path, monk
 
     def connect(grid: Grid, *, device_options: DeviceOptions) -> Any:
         world = World(device_options.composed)
-        return SimpleNamespace(world=world, device="cpu", close=lambda: made.append(grid))
+        return SimpleNamespace(world=world, device="cpu", close=lambda: closed.append(grid))
 
     monkeypatch.setattr(profile, "_timed", lambda comms, repeats, run: [run(), 2.0])
-    found = profile._composed(connect, 4, 2, 1 << 16, 3)
-    assert found == {"2x2": {"all_reduce": 1 << 14, "all_gather": 16}} and len(made) == 2
-    (file := tmp_path / "machine.yaml").write_text(yaml.safe_dump({"composed": found}))
+    table = profile._composed(connect, 4, 2, 1 << 16, 3)
+    assert table == {"2x2": {"all_reduce": 1 << 14, "all_gather": 16}} and len(closed) == 2
+    (file := tmp_path / "machine.yaml").write_text(yaml.safe_dump({"composed": table}))
     assert device._composed(str(file)) == ((2, 2, "all_gather", 16), (2, 2, "all_reduce", 1 << 14))
 
 

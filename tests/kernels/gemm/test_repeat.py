@@ -7,7 +7,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from inspect import Parameter, Signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,42 @@ def test_a_repeated_launch_is_tritons(kernel, tmp_path):
     code = f"from tests.kernels.gemm.test_repeat import check; check({kernel!r}, {str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_repeated_launch_is_tritons_on_amd(tmp_path):
+    code = f"from tests.kernels.gemm.test_repeat import check_amd; check_amd({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def check_amd(folder):
+    """What Triton's own launcher for AMD gives to its part in C, of which a recorder takes the place: its arguments
+    stand in another order than NVIDIA's."""
+    from bench.tools.stub_driver import Stub
+
+    Stub(Path(folder))
+    from triton import runtime
+    from triton.backends.amd.driver import HIPLauncher
+
+    from axo_kernels.gemm.repeat import Repeated
+
+    runtime.driver.active.get_current_stream = lambda device: 7
+    taken, run = [], object.__new__(HIPLauncher)
+    scratch = {f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in ("size", "align")}
+    vars(run).update(scratch, launch_cooperative_grid=False, warp_size=64)
+    vars(run).update(
+        arg_annotations=[], kernel_signature=b"", num_ctas=1, launch=partial(lambda *all: taken.append(all))
+    )
+    kernel = SimpleNamespace(run=run, function=3, packed_metadata=(4, 1, 512))
+    names = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("a", "b", "c", "n", "BLOCK")]
+    jit = SimpleNamespace(pre_run_hooks=[], signature=Signature(names))
+    first, second = ([torch.empty(8) for _ in range(3)] for _ in range(2))
+    repeated = Repeated.of(jit, kernel, 96, (*first, 512), {"BLOCK": 64, "num_warps": 4})
+    assert repeated is not None and repeated.ready()
+    run(96, 1, 1, 7, 3, (4, 1, 512), None, None, None, *(tensor.data_ptr() for tensor in second), 512, 64)
+    repeated([], [tensor.data_ptr() for tensor in second], None)
+    plain = [[list(value) if isinstance(value, tuple) else value for value in each] for each in taken]
+    assert len(plain) == 2 and plain[0] == plain[1] and plain[0][:5] == [False, 96, 1, 1, 7]
 
 
 def check(kernel, folder):
