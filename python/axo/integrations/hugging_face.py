@@ -267,8 +267,7 @@ class _DataRanks:
 
 def _refuse_local_steps() -> None:
     raise axo.Refused(
-        "model.no_sync() (accelerate's LocalSGD): ranks hold parts of one model, so none takes steps by itself;"
-        " accelerator.accumulate(model), or axo.no_sync(model), adds gradients up"
+        "model.no_sync() (LocalSGD): no rank takes steps by itself; accelerator.accumulate(model) adds gradients up"
     )
 
 

@@ -31,7 +31,7 @@ from torch.nn.utils import clip_grad, convert_parameters, parametrize
 from axo.errors import Refused
 from axo.nn.shard_reads import caller
 from axo.optim.clip import total_norm
-from axo.placement import Placement, chunk_bounds, is_split, placement_of
+from axo.placement import Placement, is_split, placement_of
 
 
 class _TotalNorm:
@@ -40,7 +40,6 @@ class _TotalNorm:
     def __init__(self) -> None:
         self.torchs_own = clip_grad._get_total_norm
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.sizes: set[int] = set()  # in elements, of their parameters
 
     def __call__(
         self,
@@ -107,7 +106,7 @@ def _of_whole(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     return checked
 
 
-def _refuse_of_part(home: Any, name: str, known: _TotalNorm) -> None:
+def _refuse_of_part(home: Any, name: str) -> None:
     """Let a method, which says something of all elements, or of those along a dim, refuse a part."""
     function, is_norm = getattr(home, name), name == "norm"
     at = 2 if name in ("norm", "quantile", "nanquantile", "topk", "kthvalue") else 1  # where a dim may stand
@@ -115,8 +114,7 @@ def _refuse_of_part(home: Any, name: str, known: _TotalNorm) -> None:
     @functools.wraps(function)
     def checked(*args: Any, **options: Any) -> Any:
         tensor: Any = args[0]
-        looks = type(tensor) in _PLAIN and not is_compiling()
-        if looks and tensor.grad_fn is None and tensor.numel() in known.sizes:
+        if type(tensor) in _PLAIN and not is_compiling() and tensor.grad_fn is None:
             second = args[1] if len(args) > 1 else None
             # A graph may be a loss's, in which a sum over elements is right (axo.overlap.losses).
             of_loss = tensor.requires_grad and torch.is_grad_enabled()
@@ -171,10 +169,7 @@ def _held(parameter: Any) -> str:
 
 
 def is_own(owner: object, passed: tuple[str, ...] = ("torch.",)) -> bool:
-    """Whether Axo or torch reads it, a module whose own it is, or an optimizer that takes shards.
-
-    ``passed``: how the names of modules begin that do so for others.
-    """
+    """Whether Axo or torch reads it (but for ``passed``), a module whose own it is, or one that takes shards."""
     frame = caller(lambda name: not name.startswith(passed))
     reader = None if frame is None else frame.f_locals.get("self")
     return (
@@ -276,15 +271,8 @@ def know(layer: nn.Module) -> None:
         scaler: Any = torch.amp.GradScaler
         scaler._unscale_grads_ = _unscale_grads_
         for name in _OF_ALL:
-            _refuse_of_part(torch.Tensor if name == "norm" else nn.Parameter, name, norm)
+            _refuse_of_part(torch.Tensor if name == "norm" else nn.Parameter, name)
         for name in ("__getitem__", "__setitem__"):
             _refuse_elements(name)
         nn.Parameter.data = property(lambda self: _torchs_data.__get__(self), _set_data)  # type: ignore[assignment]
     norm.layers.add(layer)
-    for parameter in layer._parameters.values():
-        placement = placement_of(parameter)
-        if placement is not None and parameter is not None and parameter.dim():  # and its rows of ZeRO-2's
-            dim, comms = placement.state_dim, placement.communicators
-            low, high = chunk_bounds(parameter.shape[dim], comms.grid.data, comms.coords.data)
-            row = parameter.numel() // max(parameter.shape[dim], 1)
-            norm.sizes |= {parameter.numel(), (high - low) * row}
