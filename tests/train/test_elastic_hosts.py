@@ -223,8 +223,9 @@ def test_many_runs_whose_hosts_are_lost_and_come_back(text: str, tmp_path: Path)
     rows = [row for each in faults for row in each]
     for what, most in (("host", 10.0), ("rank", 5.0)):
         totals = [row["detect"] + row["agree"] + row["move"] + row["step"] for row in rows if row["what"] == what]
-        print(f"\n{len(totals)} times a {what} was lost: {statistics.median(totals):.2f} s")
-        assert statistics.median(totals) < most
+        median = statistics.median(totals or [0.0])  # one run may have none
+        print(f"\n{len(totals)} times a {what} was lost: {median:.2f} s")
+        assert median < most
     assert max(row["lost"] for row in rows) <= 10
 
 
