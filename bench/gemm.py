@@ -44,6 +44,7 @@ from .lib import arguments, card
 from .lib.accuracy import sum_limit
 from .lib.arguments import Parser
 from .lib.attempts import attempt_each, works
+from .lib.clock import undisturbed
 from .lib.table import Table, environment
 
 COLUMNS = {
@@ -199,8 +200,8 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     checked = {name: call for name, call in calls.items() if name != "cupy"}
     errors = _checked(checked, lambda call: _error(call(), a, b, product.layout), calls, left_out, device)
     limits = dict.fromkeys(errors, PRODUCT_LIMITS[product.dtype])
-    timings = dict(zip(calls, sustained(list(calls.values()), device, rounds), strict=True))
-    added = None
+    times, disturbed = undisturbed(partial(sustained, list(calls.values()), device, rounds), device)
+    timings, added = dict(zip(calls, times, strict=True)), None
     if product.layout == "TN" and "triton" in calls:
         grouped_tile = _best_tile(tuner, product, True)
         adding = adding_calls(a, b, [None, *([grouped_tile] if grouped_tile else [])])
@@ -227,7 +228,8 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         error=max(errors.values()),
         chosen=choice.name,
         right=all(error < limits[name] for name, error in errors.items() if name != "torch"),
-        unfinished=unfinished or None,
+        disturbed=disturbed,
+        unfinished=unfinished or ("disturbed" if disturbed else None),
         layout=product.layout,
         m=product.m,
         n=product.n,

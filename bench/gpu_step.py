@@ -7,10 +7,11 @@
 
 1. Layers: forward and backward of one `axo.nn.Linear` beside `torch.nn.Linear`, bf16.
 2. Loss: forward and backward of `axo.nn.cross_entropy` beside torch's of the logits in fp32, and how far the gradients
-   are apart.
+   are apart. And the mask of a goldfish loss beside that of torch's operations, token by token.
 3. Step: a GPT of blocks (`bench/lib/step_models.py`), bf16 autocast, fused AdamW; forward, backward and update. Both
    start from the same weights and rows; losses of the two are compared in that run. Once more with products in fp8.
    Beside each, what it allocated at the fullest moment, and what the planner says of such a step.
+   Axo's step of the first as a graph, beside itself: losses after a replay.
 4. At the end a profile of one step of Axo's, `step_trace.json.gz`, for chrome://tracing or Perfetto.
 
 Contestants take turns by one clock, that of the products (``axo_kernels.tune.timing.paired``): the GPU's own, with a
@@ -36,15 +37,17 @@ import torch.nn.functional as F
 
 import axo
 from axo.grid import Grid
+from axo.nn.goldfish import goldfish_mask, torch_mask
 from axo.perf.memory import GIB, estimate
 from axo.perf.run_options import RunOptions
 from axo.perf.workload import gpt
-from axo_kernels.tune.timing import Timing, once, paired, relative_error, sustained
+from axo_kernels.tune.timing import once, paired, relative_error, sustained
 
 from . import gemm
 from .lib import verdicts as judge
 from .lib.arguments import Parser
 from .lib.attempts import attempt
+from .lib.clock import undisturbed
 from .lib.step_models import Contestant, Sizes, axo_contestant, serial
 from .lib.table import Table, environment
 
@@ -69,7 +72,8 @@ STEPS = {
 }
 LOGITS = (8192, 50304)  # tokens, vocabulary
 TOY_LAYERS = ((64, 32, 48),)
-TOY_LOGITS = (64, 80)
+TOKENS = (16, 4096)  # of goldfish's mask: rows, tokens
+TOY_LOGITS, TOY_TOKENS = (64, 80), (2, 64)
 TOY_STEPS = {
     "gpt h=32": Sizes(32, 2, 4, 64, 16, 2, "bf16-mixed"),
     "gpt h=32 recomputed": Sizes(32, 2, 4, 64, 16, 2, "bf16-mixed", True),
@@ -77,6 +81,7 @@ TOY_STEPS = {
 OF_BOUND, SLOWER, LOSSES_APART, FP8_APART = 0.70, 1.01, 2e-2, 0.2
 PLANNED = (0.8, 1.0)  # of what the planner says a step may take: not more, and not much less
 ADAMW_BYTES = 28  # a parameter: its gradient, itself and two moments in fp32 read, all but the gradient written
+Ratios = dict[str, float | None]  # None: disturbed
 GRADIENTS_APART = 4e-3  # both are rounded to bf16, by 2^-9 of an element at most
 
 
@@ -132,19 +137,19 @@ def in_turns(
     device: torch.device,
     table: Table,
     more: Callable[[str, float], dict[str, Any]],
-) -> dict[str, Timing]:
-    """Time contestants beside the first; a row each, with ``more`` of its name and seconds."""
-    timings = dict(zip(runs, paired(list(runs.values()), device, rounds), strict=True))
-    for name, timing in timings.items():
+) -> Ratios:
+    """Time contestants beside the first: their ratios to it. A row each, with ``more`` of its name and seconds."""
+    measured, disturbed = undisturbed(partial(paired, list(runs.values()), device, rounds), device)
+    for name, timing in zip(runs, measured, strict=True):
         times = {"ms": 1e3 * timing.seconds, "host_ms": 1e3 * timing.issued, "ratio": timing.ratio}
-        table.add(case=case, contestant=name, **times, **more(name, timing.seconds))
-    return timings
+        table.add(case=case, contestant=name, **times, disturbed=disturbed, **more(name, timing.seconds))
+    return {name: None if disturbed else timing.ratio for name, timing in zip(runs, measured, strict=True)}
 
 
 def layers(
     comms: axo.Communicators, shapes: tuple[tuple[int, int, int], ...], rounds: int, table: Table
-) -> list[float]:
-    """Each layer's time over torch's, forward and both gradients."""
+) -> list[float | None]:
+    """Each layer's time over torch's, forward and both gradients; None: disturbed."""
     device, ratios = comms.device, []
     for rows, k, n in shapes:
         plain = torch.nn.Linear(k, n, False, device=device)
@@ -162,11 +167,11 @@ def layers(
             return {"tflops": 1e-12 * flops / seconds}
 
         runs: dict[str, Callable[[], Any]] = {"torch": partial(run, plain), "axo": partial(run, mine)}
-        ratios.append(in_turns(f"Linear {rows}x{k}x{n}", runs, rounds, device, table, rate)["axo"].ratio)
+        ratios.append(in_turns(f"Linear {rows}x{k}x{n}", runs, rounds, device, table, rate)["axo"])
     return ratios
 
 
-def loss(comms: axo.Communicators, shape: tuple[int, int], rounds: int, table: Table) -> tuple[float, float]:
+def loss(comms: axo.Communicators, shape: tuple[int, int], rounds: int, table: Table) -> tuple[float | None, float]:
     """Axo's time over torch's, forward and backward, and how far the gradients are apart, relative to their norm."""
     device, (rows, vocab) = comms.device, shape
     logits = torch.randn(rows, vocab, device=device).bfloat16().requires_grad_()
@@ -185,13 +190,47 @@ def loss(comms: axo.Communicators, shape: tuple[int, int], rounds: int, table: T
     apart = relative_error(gradient("axo"), gradient("torch").double())
     runs: dict[str, Callable[[], Any]] = {name: partial(gradient, name) for name in losses}
     value = lambda name, _: {"loss": float(losses[name]().detach())}  # noqa: E731
-    timings = in_turns(f"cross-entropy {rows}x{vocab}", runs, rounds, device, table, value)
-    return timings["axo"].ratio, apart
+    return in_turns(f"cross-entropy {rows}x{vocab}", runs, rounds, device, table, value)["axo"], apart
+
+
+def goldfish(comms: axo.Communicators, shape: tuple[int, int], rounds: int, table: Table) -> tuple[float | None, float]:
+    """Axo's time of a mask of tokens over torch's operations', and how many tokens of the two differ."""
+    tokens = torch.randint(1000, shape, generator=torch.Generator().manual_seed(1)).to(comms.device)
+    masks = {"torch": partial(torch_mask, tokens, 4, 13), "axo": partial(goldfish_mask, tokens, 4, 13)}
+    unlike = float((masks["torch"]() != masks["axo"]()).sum())
+    case = "goldfish {}x{}".format(*shape)
+    return in_turns(case, dict(masks), rounds, comms.device, table, lambda *_: {})["axo"], unlike
+
+
+def as_graph(
+    comms: axo.Communicators, case: str, sizes: Sizes, rounds: int, table: Table
+) -> tuple[float | None, float]:
+    """The time of a replay of Axo's step as a graph over the step's own, and how far losses are apart after one."""
+    device, ids = comms.device, rows_of(sizes, comms.device)
+    runs: dict[str, Callable[[], Any]] = {
+        name: partial(axo_contestant(name, sizes, comms, capturable=True).step, ids[:, :-1], ids[:, 1:])
+        for name in ("axo", "axo as a graph")
+    }
+    losses = {name: float(run()) for name, run in runs.items()}  # of what a first step makes, a graph holds nothing
+    if device.type == "cuda":
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            runs["axo as a graph"]()
+        torch.cuda.synchronize(device)
+        with torch.cuda.graph(graph):
+            captured = runs["axo as a graph"]()
+        runs["axo as a graph"] = graph.replay
+        runs["axo"]()
+        graph.replay()
+        losses = {"axo": float(runs["axo"]()), "axo as a graph": float(captured)}
+    more = lambda name, _: {"loss": losses[name]}  # noqa: E731
+    ratios = in_turns(f"{case} as a graph", runs, rounds, device, table, more)
+    return ratios["axo as a graph"], abs(losses["axo"] - losses["axo as a graph"])
 
 
 def step(
     comms: axo.Communicators, case: str, sizes: Sizes, rounds: int, table: Table, least: float
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, tuple[float | None, float]]:
     """Of each contestant: its time over torch's, and how far its loss is from torch's.
 
     Args:
@@ -221,8 +260,8 @@ def step(
         speed = {"tflops": 1e-12 * step_flops(sizes) / seconds, "of_bound": least / seconds}
         return {"loss": losses[name], "card": state, **speed, **memory}
 
-    timings = in_turns(case, runs, rounds, device, table, more)
-    return {name: (timing.ratio, abs(losses[name] - losses["torch"])) for name, timing in timings.items()}
+    ratios = in_turns(case, runs, rounds, device, table, more)
+    return {name: (ratio, abs(losses[name] - losses["torch"])) for name, ratio in ratios.items()}
 
 
 def in_fp8(one: Contestant) -> Contestant:
@@ -285,7 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
     toy = options.walk or options.smoke
     cases, results = TOY_STEPS if toy else STEPS, dict[str, Any]()
 
-    def measure_step(case: str) -> dict[str, tuple[float, float]]:
+    def measure_step(case: str) -> dict[str, tuple[float | None, float]]:
         least = bound(cases[case], *results.get("rates", (1.0, 1.0)))
         return step(comms, case, cases[case], options.rounds, table, least)
 
@@ -296,7 +335,9 @@ def main(arguments: list[str] | None = None) -> int:
         "layers": partial(layers, comms, TOY_LAYERS if toy else LAYERS, options.rounds, table),
         "rates": partial(rates, comms.device, toy, table),
         "loss": partial(loss, comms, TOY_LOGITS if toy else LOGITS, options.rounds, table),
+        "goldfish": partial(goldfish, comms, TOY_TOKENS if toy else TOKENS, options.rounds, table),
         **{case: partial(measure_step, case) for case in cases},
+        "a graph": partial(as_graph, comms, *next(iter(cases.items())), options.rounds, table),
         # last, since a profiler may fail where nothing else does
         "a profile": partial(profile, comms, next(iter(cases.values())), options.out / "step_trace.json.gz"),
     }
@@ -307,12 +348,21 @@ def main(arguments: list[str] | None = None) -> int:
         if works and comms.device.type == "cuda":
             torch.cuda.empty_cache()
     verdicts: judge.Verdicts = dict.fromkeys(table.failed.values(), False)
-    worst = None if toy else max(results.get("layers", ()), default=None)
-    verdicts |= judge.line("Axo's layers over torch's at worst", worst, SLOWER, at_most=True)
+    quiet = [ratio for ratio in results.get("layers", ()) if ratio is not None]
+    worst, off = None if toy else max(quiet, default=None), len(results.get("layers", ())) - len(quiet)
+    verdicts |= judge.line("Axo's layers over torch's at worst", worst, SLOWER, at_most=True, disturbed=off)
     if "loss" in results:
         ratio, apart = results["loss"]
         verdicts |= judge.line("cross-entropy, gradients apart", apart, GRADIENTS_APART, at_most=True, form=".1e")
         verdicts |= judge.line("cross-entropy over torch's", None if toy else ratio, 1.0, at_most=True)
+    if "goldfish" in results:
+        ratio, unlike = results["goldfish"]
+        verdicts |= judge.line("goldfish mask, tokens unlike torch's", unlike, 0, at_most=True, form="g")
+        verdicts |= judge.line("goldfish mask over torch's operations", None if toy else ratio, 1.0, at_most=True)
+    ratio, apart = results.get("a graph", (None, None))
+    case = next(iter(cases))
+    verdicts |= judge.line(f"{case} as a graph, losses apart", apart, LOSSES_APART, at_most=True, form=".1e")
+    verdicts |= judge.line(f"{case} as a graph over the step itself", None if toy else ratio, SLOWER, at_most=True)
     for case in (case for case in cases if case in results):
         for contestant, (ratio, apart) in results[case].items():
             if contestant == "torch":

@@ -115,19 +115,29 @@ class Player:
 
 
 class PlayerApart:
-    """A contestant on ``ranks`` new local ranks of its own: they do what it is asked, and rank 0 answers."""
+    """A contestant on ``ranks`` new local ranks of its own: they do what it is asked, and rank 0 answers.
 
-    def __init__(self, case: str, ranks: int, options: argparse.Namespace, index: int) -> None:
+    While it waits for them, ``tell`` hears what for.
+    """
+
+    def __init__(
+        self, case: str, ranks: int, options: argparse.Namespace, index: int, tell: Callable[[str], None]
+    ) -> None:
         fork = multiprocessing.get_context("fork")
         self._pipe, theirs = fork.Pipe()
         self._launcher = fork.Process(target=launch, args=(os.getpid(), ranks, case, options, index, theirs))
         self._launcher.start()
         theirs.close()  # so that ranks that have failed are an end of file here
+        self._tell = tell
         self.name = f"contestant {index} of case {case}"
-        self.name = self._answer()
+        self.name = self._answer(f"{case}: starting contestant {index + 1}, ranks: {ranks}")
 
-    def _answer(self) -> Any:
+    def _answer(self, doing: str) -> Any:
+        self._tell(doing)
+        start = time.monotonic()
         try:
+            while not self._pipe.poll(1.0):
+                self._tell(f"{doing}: {time.monotonic() - start:.0f} s so far")
             return self._pipe.recv()
         except (EOFError, ConnectionError):
             raise RankFailed(f"the ranks of {self.name} ended; their error stands above", rank=0) from None
@@ -135,7 +145,7 @@ class PlayerApart:
     def _ask(self, *question: Any) -> Any:
         with contextlib.suppress(BrokenPipeError):  # its ranks have failed: there is no answer
             self._pipe.send(question)
-        return self._answer()
+        return self._answer(f"{self.name}: {question[0]}")
 
     def turn(self, step: int) -> tuple[float, float, float]:
         return self._ask("turn", step)
@@ -190,13 +200,12 @@ def measure(case: str, options: argparse.Namespace, table: Table | None = None) 
 
 def measure_apart(case: str, options: argparse.Namespace, table: Table | None = None) -> list[dict[str, Any]]:
     """The rows of one case, of contestants that have local ranks of their own; ``table`` tells how far they are."""
+    tell = table.progress if table is not None else lambda text: None
     with contextlib.ExitStack() as ends:
         players: list[PlayerApart] = []
         for index in range(len(contestants(case, sizes_of(options)))):
-            players.append(PlayerApart(case, ranks_of(case, options), options, index))
+            players.append(PlayerApart(case, ranks_of(case, options), options, index, tell))
             ends.callback(players[-1].end)
-            if table is not None:
-                table.progress(f"{case}: {players[-1].name} is ready")
         return compete(case, options, players, table)
 
 
@@ -234,14 +243,17 @@ def compete(
     ranks = ranks_of(case, options)
     peak = (options.peak_tflops or players[-1].rate()) * 1e12 * ranks
     summary = partial(summarize, case, sizes_of(options), ranks, seconds, blocked, losses, peak)
+    start, rounds = time.monotonic(), options.repeats * STEPS
     try:
-        for repeat, step in itertools.product(range(options.repeats), range(STEPS)):
+        for number, (_, step) in enumerate(itertools.product(range(options.repeats), range(STEPS)), 1):
             turns: dict[str, tuple[float, float, float]] = {}
             for player in players[:: -1 if step % 2 else 1]:
                 turns[player.name] = player.turn(step)
                 if table is not None:
-                    done = f"step {repeat * STEPS + step + 1} of {options.repeats * STEPS}"
-                    table.progress(f"{case}: {done}: {player.name}, {1e3 * turns[player.name][0]:.0f} ms")
+                    part = (number - 1 + len(turns) / len(players)) / rounds
+                    left = (time.monotonic() - start) * (1 / part - 1)
+                    told = f"{player.name}, {1e3 * turns[player.name][0]:.0f} ms; rows in {left:.0f} s"
+                    table.progress(f"{case}: step {number} of {rounds}: {told}")
             for name, (spent, waited, losses[name]) in turns.items():
                 if step >= STEPS - COUNTED:
                     seconds[name].append(spent)

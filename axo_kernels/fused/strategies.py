@@ -23,7 +23,7 @@ import torch
 
 from axo_kernels import device as devices
 from axo_kernels.comm.communicator import FusedCommunicator, FusedRun, Pending
-from axo_kernels.fused.chunks import ChunkOrder, chunk_order
+from axo_kernels.fused.chunks import ChunkOrder, chunk_bounds, chunk_order
 from axo_kernels.fused.push import push
 from axo_kernels.fused.segments import SegmentedProduct, rows_of
 from axo_kernels.gemm.layout import Product, product_of
@@ -182,20 +182,32 @@ def run_reduce_scatter(
     if way.strategy == "signal":
         workspace.advance()
     packed = workspace.buffer((product.m, product.n), a.dtype, a.device)
+    if way.strategy == "split" and _by_columns(product, order):
+        parts, works = torch.empty_like(out), deque[tuple[torch.Tensor, torch.Tensor, Pending]]()
+        for start, stop in chunk_bounds(product.n, order.chunks, 128 if a.is_cuda else 1):
+            piece, part = (
+                each.view(-1)[len(each) * start : len(each) * stop].view(len(each), -1) for each in (packed, parts)
+            )
+            multiply(a, b[start:stop] if layout == "NT" else b[:, start:stop], out=piece)
+            works.append((out[:, start:stop], part, comm.reduce_scatter(part, piece)))
+        for columns, part, work in works:
+            work.wait()
+            columns.copy_(part)
+        return out
 
     def scatter(chunk: int) -> Pending:
         return comm.reduce_scatter(out[slice(*order.bounds[chunk])], packed[slice(*order.packed(chunk))])
 
     if way.strategy == "split":
-        works = []
+        pending = []
         blocks = a.unflatten(1 if layout == "TN" else 0, (comm.size, order.rows))
         for chunk, (start, stop) in enumerate(order.bounds):
             # rows of a chunk in every rank's block: one product over a batch of blocks
             rows = blocks[:, :, start:stop].transpose(0, 1) if layout == "TN" else blocks[:, start:stop]
             into = packed[slice(*order.packed(chunk))].view(comm.size, stop - start, product.n)
             multiply(rows, b.expand(comm.size, *b.shape), out=into)
-            works.append(scatter(chunk))
-        _wait(works)
+            pending.append(scatter(chunk))
+        _wait(pending)
         return out
     comm.fork(a.device)
 
@@ -207,6 +219,13 @@ def run_reduce_scatter(
     SegmentedProduct(product, workspace, comm, None, way.config).produce(a, b, packed, communicate)
     comm.join()
     return out
+
+
+def _by_columns(product: Product, order: ChunkOrder) -> bool:
+    """Whether a split reduce-scatter moves less memory in chunks of columns: each then reads all of A, where chunks of
+    rows read all of B, and its part of the result comes in a piece of its own, which is read and written once more."""
+    m, n, k = product.m, product.n, product.k
+    return (order.chunks - 1) * (n - m) * k > 2 * order.rows * n
 
 
 def run_all_gather(

@@ -28,7 +28,7 @@ from axo_kernels.gemm.layout import (
     product_of,
     share_memory,
 )
-from axo_kernels.gemm.repeat import Repeated
+from axo_kernels.gemm.repeat import KernelLaunch, Prepared
 from axo_kernels.gemm.tiles import (
     Config,
     Target,
@@ -245,58 +245,14 @@ def vendor_matmul(
     return result.to(dtype)
 
 
-@dataclass
-class Prepared:
-    """A launch of a kernel that loads through descriptors, but for its tensors.
-
-    For others of the same shapes, strides, dtypes and device, with bases of 16 bytes: what a launch looks up, checks
-    and chooses took the host several times as long as Triton's own part of it, and that several times the driver's.
-    """
-
-    kernel: Any
-    programs: int
-    operands: tuple[tuple[bool, Any, dict[str, Any]], ...]  # a, b, c: whether turned, the descriptor but for its base
-    gated: bool  # whether the kernel takes a gate behind the bias
-    numbers: tuple[int, ...]
-    options: dict[str, Any]
-    spans: tuple[int, ...] = ()  # bytes from base to end of the result, a, b and the bias
-    repeated: Repeated | None = None
-    launches: int = 0  # by Triton; the second one looks whether it can be repeated: many a first one is the only one
-
-    def __call__(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, gate: Any = None
-    ) -> None:
-        """Launch, for operands and result as they are stored."""
-        behind = (out if bias is None else bias, *((out if gate is None else gate,) if self.gated else ()))
-        if self.repeated is not None and self.repeated.ready():
-            bases = (a.data_ptr(), b.data_ptr(), out.data_ptr())
-            pointers = [tensor.data_ptr() for tensor in behind]
-            self.repeated(bases, pointers, lambda: self._described(a, b, out))
-            return
-        arguments = (*self._described(a, b, out), *behind, *self.numbers)
-        compiled = self.kernel[(self.programs,)](*arguments, **self.options)
-        self.launches += 1
-        if self.launches == 2:
-            self.repeated = Repeated.of(self.kernel, compiled, self.programs, arguments, self.options)
-
-    def _described(self, *matrices: torch.Tensor) -> list[Any]:
-        described = []
-        for matrix, (turned, kind, fields) in zip(matrices, self.operands, strict=True):
-            one = kind.__new__(kind)
-            one.__dict__.update(fields, base=matrix.mT if turned else matrix)
-            described.append(one)
-        return described
-
-
-def _prepared(
-    kernel: Any, programs: int, stored: tuple[torch.Tensor, ...], described: list[Any], numbers: tuple[int, ...],
-    options: dict[str, Any], gated: bool,
-) -> Prepared:  # fmt: skip
-    operands = tuple(
-        (matrix.stride(-1) != 1, type(one), {name: value for name, value in vars(one).items() if name != "base"})
-        for matrix, one in zip(stored, described, strict=True)
+def _matrices(
+    tensors: tuple[torch.Tensor, ...], descriptors: list[Any]
+) -> tuple[tuple[bool, Any, dict[str, Any]], ...]:
+    """Those of a :class:`KernelLaunch`: tensors as they are stored, with their descriptors."""
+    return tuple(
+        (tensor.stride(-1) != 1, type(one), {name: value for name, value in vars(one).items() if name != "base"})
+        for tensor, one in zip(tensors, descriptors, strict=True)
     )
-    return Prepared(kernel, programs, operands, gated, numbers, options)
 
 
 def triton_matmul(
@@ -331,11 +287,12 @@ def triton_matmul(
     prepared = _launch(left, right, written, gate, product, epilogue, config)
     if written.data_ptr() != out.data_ptr():
         out.copy_(written.view(out.shape))
-    if prepared is None or not a.dim() == b.dim() == out.dim() == 2:
+    if not a.dim() == b.dim() == out.dim() == 2:
         return out, None
     turned = (product.layout == "TN", product.layout == "NT", False)  # from the stored operands to left and right
-    pairs = zip(prepared.operands, turned, strict=True)
-    return out, replace(prepared, operands=tuple((one[0] != turn, *one[1:]) for one, turn in pairs))
+    pairs = zip(prepared.multiply.matrices, turned, strict=False)  # none, where they are plain pointers
+    stored = tuple((one[0] != turn, *one[1:]) for one, turn in pairs)
+    return out, replace(prepared, multiply=replace(prepared.multiply, matrices=stored))
 
 
 def _launch(
@@ -346,7 +303,7 @@ def _launch(
     product: Product,
     epilogue: Epilogue,
     config: Config | None,
-) -> Prepared | None:
+) -> Prepared:
     """Launch the kernel for ``left[..., M, K] @ right[..., K, N]`` into ``out``; chooses the path and the grid."""
     target = devices.target_of(left.device)
     kernels = devices.gemm_kernels()
@@ -389,11 +346,15 @@ def _launch(
     programs = min(tiles, slots)
     behind = {"HAS_BIAS": bias is not None, "ACTIVATION": activation or "", "ACCUMULATE": accumulate}
     bias = out if bias is None else bias.resolve_neg().contiguous()
-    final, pieces = out, config.split_k
+    final, pieces, combine = out, config.split_k, None
     if pieces > 1:  # fp32 sums of each piece, with whole tiles of rows: what is behind the sum comes with the last step
-        rows = tiles_m * config.block_m
-        out = torch.empty((pieces * rows, product.n), dtype=torch.float32, device=out.device)
-        last, behind = behind, {"HAS_BIAS": False, "ACTIVATION": "", "ACCUMULATE": False}
+        final, rows = _matrix(out), tiles_m * config.block_m
+        out = torch.empty((pieces * rows, product.n), dtype=torch.float32, device="meta")  # made at each launch
+        tiles = tiles_m * math.ceil(product.n / 128) * math.ceil(config.block_m / 32)
+        sizes = (product.m, product.n, rows * product.n, *final.stride(), (final if gate is None else gate).stride(-2))
+        last = {"PIECES": pieces, "BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 4} | behind
+        combine = KernelLaunch(kernels.combine_kernel, tiles, (), sizes, last)
+        behind = {"HAS_BIAS": False, "ACTIVATION": "", "ACCUMULATE": False}
     options = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
         # the step of the loop over tiles; not `programs`, since each value of it is compiled
@@ -408,30 +369,23 @@ def _launch(
         result = TensorDescriptor.from_tensor(out, [config.block_m, config.block_n // config.parts])
         numbers = (product.m, product.n, product.k, 0 if gate is None else gate.stride(-2))
         options |= {"A_TRANSPOSED": left.stride(-1) != 1, "B_TRANSPOSED": right.stride(-1) != 1, "PARTS": config.parts}
-        matrices = [*operand_descriptors(left, right, config), result]
-        prepared = _prepared(
-            kernels.matmul_descriptor_kernel, programs, (left, right, out), matrices, numbers, options, True
-        )
-        prepared(left, right, out, bias, gate)
-        if pieces == 1:
-            return prepared
-    else:
-        left, right, out = _batched(left), _batched(right), _batched(out)
-        read = out if gate is None else _batched(gate)
-        kernels.matmul_kernel[(programs,)](
-            left, right, out, bias, read, product.batch, product.m, product.n, product.k,
-            left.stride(0), left.stride(1), left.stride(2), right.stride(0) if right.shape[0] > 1 else 0,
-            right.stride(1), right.stride(2), out.stride(0), out.stride(1), out.stride(2), read.stride(0),
-            read.stride(1), rows * product.n if pieces > 1 else 0,
-            EVEN_K=product.k % config.block_k == 0, **options,
-        )  # fmt: skip
-    if pieces > 1:
-        final, gate = _matrix(final), final if gate is None else gate
-        kernels.combine_kernel[(tiles_m * math.ceil(product.n / 128) * math.ceil(config.block_m / 32),)](
-            out, final, bias, gate, product.m, product.n, rows * product.n, final.stride(0), final.stride(1),
-            gate.stride(-2), PIECES=pieces, BLOCK_M=32, BLOCK_N=128, num_warps=4, **last,
-        )  # fmt: skip
-    return None
+        matrices = _matrices((left, right, out), [*operand_descriptors(left, right, config), result])
+        multiply = KernelLaunch(kernels.matmul_descriptor_kernel, programs, matrices, numbers, options)
+        prepared = Prepared(multiply, True, combine, tuple(out.shape))
+        prepared(left, right, final, bias, gate)
+        return prepared
+    shape, left, right, out = tuple(out.shape), _batched(left), _batched(right), _batched(out)
+    read = out if gate is None else _batched(gate)
+    sizes_and_strides = (
+        product.batch, product.m, product.n, product.k, *left.stride(), right.stride(0) if right.shape[0] > 1 else 0,
+        *right.stride()[1:], *out.stride(), *read.stride()[:2], rows * product.n if pieces > 1 else 0,
+    )  # fmt: skip
+    options["EVEN_K"] = product.k % config.block_k == 0
+    prepared = Prepared(
+        KernelLaunch(kernels.matmul_kernel, programs, (), sizes_and_strides, options), True, combine, shape
+    )
+    prepared(left, right, final, bias, gate)
+    return prepared
 
 
 def hints(config: Config) -> dict[str, int]:
@@ -473,9 +427,8 @@ def launch_grouped(
         "ACCUMULATE": accumulate, "num_warps": config.warps, "maxnreg": hopper.REGISTERS,
     } | meeting  # fmt: skip
     numbers, programs = (product.m, product.n, product.k, config.group_m), min(tiles, options["NUM_PROGRAMS"])
-    prepared = _prepared(
-        hopper.hopper_matmul_kernel, programs, (left, right, out), described, numbers, options, False
-    )  # fmt: skip
+    matrices = _matrices((left, right, out), described)
+    prepared = Prepared(KernelLaunch(hopper.hopper_matmul_kernel, programs, matrices, numbers, options), gated=False)
     prepared(left, right, out, None if bias is None else bias.resolve_neg().contiguous())
     return prepared
 

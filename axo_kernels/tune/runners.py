@@ -14,7 +14,8 @@ from axo_kernels.device import target_of
 from axo_kernels.fused.fp8 import run_all_gather_fp8
 from axo_kernels.fused.strategies import FusedPlan, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import as_row_major, laid_out, product_of, relayout, share_memory
-from axo_kernels.gemm.matmul import Epilogue, Prepared, describable, matmul, triton_matmul, vendor_matmul
+from axo_kernels.gemm.matmul import Epilogue, describable, matmul, triton_matmul, vendor_matmul
+from axo_kernels.gemm.repeat import Prepared
 from axo_kernels.gemm.tiles import Config, accumulating
 from axo_kernels.tune.choice import Choice
 
@@ -74,7 +75,7 @@ class _Triton:
         launch = self._prepared.get(key) if key is not None else None
         if launch is not None and (out is None or _apart(out, (a, b, bias), launch.spans)):
             if out is None:
-                out = a.new_empty(launch.numbers[:2])
+                out = a.new_empty(launch.shape)
             launch(a, b, out, bias)
             return out
         rest |= {"out": out, "bias": bias, "accumulate": accumulate}
@@ -87,7 +88,7 @@ class _Triton:
         if prepared is not None:
             if len(self._prepared) >= _KEPT:
                 self._prepared.clear()
-            prepared.spans = tuple(map(_span, (result, a, b, bias)))
+            prepared.shape, prepared.spans = result.shape, tuple(map(_span, (result, a, b, bias)))
             self._prepared[key] = prepared
         return result
 

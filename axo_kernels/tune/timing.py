@@ -33,12 +33,15 @@ class Timing:
             device's and host's.
         late_ratio: The ratio that three rounds of four stay under.
         issued: Median of the host's seconds for a call; 0 on a CPU, which does not issue but work.
+        apart: How far rounds disagree: the ratio that three of four stay under, over the one that one of four does; of
+            the first rival its seconds instead.
     """
 
     seconds: float
     ratio: float
     late_ratio: float
     issued: float = 0.0
+    apart: float = 1.0
 
     @property
     def judged(self) -> float:
@@ -162,7 +165,10 @@ def _timings(times: Sequence[Sequence[tuple[float, float]]]) -> list[Timing]:
     for mine in times:
         ratios = sorted(max(x) / max(y) for x, y in zip(mine, times[0], strict=True))
         seconds, issued = (statistics.median(each) for each in zip(*mine, strict=True))
-        timings.append(Timing(seconds, statistics.median(ratios), ratios[3 * len(ratios) // 4], issued))
+        late = 3 * len(ratios) // 4
+        compared = ratios if mine is not times[0] else sorted(map(max, mine))
+        apart = compared[late] / compared[len(ratios) // 4]
+        timings.append(Timing(seconds, statistics.median(ratios), ratios[late], issued, apart))
     return timings
 
 

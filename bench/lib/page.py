@@ -36,6 +36,8 @@ _SUBJECTS = (
     ("Offload", "offload", r"offload"),
     ("Layers and loss beside torch's", "gpu_step", r"Axo's layers|cross-entropy"),
     ("A training step beside torch's", "gpu_step", r".*(step of axo|losses of axo)"),
+    ("Goldfish's mask", "gpu_step", r"goldfish"),
+    ("A training step as a graph", "gpu_step", r".* as a graph"),
     ("A training step and its own bound", "gpu_step", r".*bound over"),
     ("Memory of a step and the planner's", "gpu_step", r".*memory of Axo"),
 )

@@ -94,6 +94,7 @@ class Contestant:
         blocked: Seconds spent blocked in communication so far; None: not known.
         autocast: Whether the compute dtype comes from autocast; FSDP2 has its own.
         optimized: What the optimizer works on; None: all parameters.
+        capturable: Whether a graph can hold its steps.
     """
 
     def __init__(
@@ -105,13 +106,16 @@ class Contestant:
         blocked: Callable[[], float] | None = None,
         autocast: bool = True,
         optimized: list[torch.Tensor] | None = None,
+        capturable: bool = False,
     ) -> None:
         self.name, self.model, self.blocked = name, model, blocked
         self._loss = loss or (lambda logits, targets: F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()))
         kinds: dict[type, list[torch.Tensor]] = {}  # it takes no DTensors beside plain tensors in one group
         for parameter in optimized or model.parameters():
             kinds.setdefault(type(parameter), []).append(parameter)
-        self._optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds.values()], lr=1e-3, fused=True)
+        groups = [{"params": kind} for kind in kinds.values()]
+        capturable &= torch.cuda.is_available()  # torch refuses it for a CPU's parameters
+        self._optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True, capturable=capturable)
         self._autocast = autocast and sizes.precision == "bf16-mixed"
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -152,7 +156,7 @@ def axo_model(sizes: Sizes, comms: Any, overlap: Any = None) -> Transformer:
     return model
 
 
-def axo_contestant(name: str, sizes: Sizes, comms: Any, overlap: Any = None) -> Contestant:
+def axo_contestant(name: str, sizes: Sizes, comms: Any, overlap: Any = None, capturable: bool = False) -> Contestant:
     """Axo on the grid of ``comms``; ``overlap``: an ``axo.Overlap``, default: everything on."""
     import axo
 
@@ -164,7 +168,7 @@ def axo_contestant(name: str, sizes: Sizes, comms: Any, overlap: Any = None) -> 
     def blocked() -> float:
         return sum(comms.blocked_seconds.values())
 
-    return Contestant(name, axo_model(sizes, comms, overlap), sizes, loss, blocked)
+    return Contestant(name, axo_model(sizes, comms, overlap), sizes, loss, blocked, capturable=capturable)
 
 
 def fsdp2(sizes: Sizes, group: Any, device: torch.device) -> tuple[nn.Module, bool]:

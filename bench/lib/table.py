@@ -196,7 +196,7 @@ class Table:
         self.rows = [row for row in earlier if "failed" not in row]
         self.failed: dict[str, str] = {row["failed"]: row["note"] for row in earlier if "failed" in row}
         self._file = None
-        self._told = time.monotonic()
+        self._told = -_QUIET  # the first word at once
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")

@@ -38,16 +38,17 @@ def speed(rows: Iterable[Row], gpt: Iterable[Product], units: int) -> Verdicts:
         units: Multiprocessors of the device.
     """
     rows = [row for row in rows if row.get("triton_ratio")]
+    rows, all_rows = [row for row in rows if not row.get("disturbed")], rows
     wanted = {product.name for product in gpt}
     mine = [row for row in rows if row["product"] in wanted]
     deep = [row for row in mine if row["k"] >= 2048 and row["m"] * row["n"] >= 4 * units * _WAVE]
     rest = [row for row in mine if row not in deep]
     verdicts: Verdicts = {f"GPT shapes measured: {len(mine)} of {len(wanted)}": len(mine) == len(wanted) or _NOT}
-    error = max((max(row["errors"].get(name, 0.0) for name in ("triton", "gluon")) for row in rows), default=None)
-    verdicts |= line("Triton's relative error", error, _ERROR, len(rows), at_most=True, form=".1e")
-    wrong = float(sum(not row["right"] for row in rows)) if rows else None
+    error = max((max(row["errors"].get(name, 0.0) for name in ("triton", "gluon")) for row in all_rows), default=None)
+    verdicts |= line("Triton's relative error", error, _ERROR, len(all_rows), at_most=True, form=".1e")
+    wrong = float(sum(not row["right"] for row in all_rows)) if all_rows else None
     verdicts |= line(
-        "products with a wrong result, added to a gradient too", wrong, 0, len(rows), at_most=True, form="g"
+        "products with a wrong result, added to a gradient too", wrong, 0, len(all_rows), at_most=True, form="g"
     )
     for layout, goal in _DEEP:
         ratios = [row["triton_ratio"] for row in deep if row["layout"] == layout]
@@ -57,11 +58,12 @@ def speed(rows: Iterable[Row], gpt: Iterable[Product], units: int) -> Verdicts:
     ratios = [row["triton_ratio"] for row in rest]
     verdicts |= line("Triton on the other GPT shapes, of torch", _mean(ratios), _ELSEWHERE, len(ratios))
     ratios = [row["triton_ratio"] for row in mine]
-    verdicts |= line("Triton at worst, of torch", min(ratios, default=None), _WORST, len(ratios))
+    off = len(all_rows) - len(rows)
+    verdicts |= line("Triton at worst, of torch", min(ratios, default=None), _WORST, len(ratios), disturbed=off)
     ratios = [row["accumulate_ratio"] for row in mine if row.get("accumulate_ratio")]
     verdicts |= line("TN added to an fp32 gradient, of torch.mm and add_", _mean(ratios), _ADDED, len(ratios))
     ratios = [row["tuned_ratio"] for row in rows if row["tuned_ratio"]]
-    verdicts |= line("tuned at worst, of torch", min(ratios, default=None), _TUNED_WORST, len(ratios))
+    verdicts |= line("tuned at worst, of torch", min(ratios, default=None), _TUNED_WORST, len(ratios), disturbed=off)
     verdicts |= line("tuned, of torch", _mean(ratios), _TUNED_MEAN, len(ratios))
     return verdicts
 
@@ -123,13 +125,17 @@ def line(
     at_most: bool = False,
     form: str = ".3f",
     beside: str = "",
+    disturbed: int = 0,
 ) -> Verdicts:
-    """One verdict: the name, the value (None: not measured), what stands beside it, and the goal."""
+    """One verdict: the name, the value (None: not measured), what stands beside it, and the goal. With ``disturbed``
+    rows that the value is without, it is missed or not measured (clock.py)."""
     bound = f"goal: at {'most' if at_most else 'least'} {goal:g}"
     if value is None:
         return {f"{name} ({bound})": _NOT}
     over = "" if shapes is None else f" over {shapes} shapes"
-    return {f"{name}: {value:{form}}{over}{beside} ({bound})": value <= goal if at_most else value >= goal}
+    over += f", {disturbed} disturbed" if disturbed else ""
+    reached = value <= goal if at_most else value >= goal
+    return {f"{name}: {value:{form}}{over}{beside} ({bound})": _NOT if reached and disturbed else reached}
 
 
 def _mean(ratios: list[float]) -> float | None:

@@ -92,7 +92,7 @@ def _steps(bars: list[Bar], gains: Sequence[float | str], total: float | str, ti
         for i, (one, gain) in enumerate(zip(bars[1:], gains, strict=True))
     ]
     lines.append(Line("all of them: gain", total, _less(seconds[0], seconds[-1]), "% less"))
-    return Group(f"What each overlap gains, {title}", [*lines, *_of_bars(bars)], note, tuple(bars))
+    return Group(f"What each overlap gains, {title}", [*lines, *_of_bars(bars)], note)
 
 
 # -------------------------------------------------------------------------------------- against one dimension and HSDP
@@ -136,7 +136,7 @@ def grid_and_overlap(plans: dict[Row, GridPlan]) -> Group:
         " model's rate of products is calibrated on tuned ones"
     )
     title = "The grid and overlap against tensor parallelism in a node + HSDP (Democratizing AI, VII-A and figure 7)"
-    return Group(title, [*lines, *_of_bars(bars)], note, tuple(bars))
+    return Group(title, [*lines, *_of_bars(bars)], note)
 
 
 def without_overlap(row: Row, on: machine.Machine) -> tuple[Candidate, Candidate]:
@@ -249,7 +249,7 @@ def _breakdown(text: dict[str, Any], here: Rivals) -> Group:
         "waiting for stages counts as communication. Equation (10)'s bandwidths cannot give the paper's 6 s and 74.9 s"
     )
     title = "Where the time goes, 80B on 1,024 GCDs of frontier (A 4D Hybrid Algorithm, figure 10)"
-    return Group(title, lines, note, tuple(bars))
+    return Group(title, lines, note)
 
 
 def _weak(table: dict[int, list[Any]], text: dict[str, Any], found: dict[tuple[str, int], Rivals]) -> Group:

@@ -62,12 +62,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Group:
-    """Lines that belong together; ``bars``: what the paper draws as bars, of ours."""
+    """Lines that belong together."""
 
     title: str
     lines: list[Line]
     note: str = ""
-    bars: tuple[Bar, ...] = ()
 
 
 def held_out(lines: list[Line]) -> list[float]:

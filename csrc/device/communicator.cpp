@@ -21,6 +21,12 @@ class Impl final : public DeviceCommunicator {
   int reserved_ctas() const override { return core_->context().reserved_ctas(); }
   bool shares_buffers() const override { return core_->shares_buffers(); }
   int library_version() const override { return core_->nccl().version(); }
+  std::map<std::string, std::size_t> composed() const override {
+    std::map<std::string, std::size_t> least;
+    if (core_->levels())
+      for (const auto& [kind, bytes] : core_->levels()->least) least[name_of(kind)] = bytes;
+    return least;
+  }
 
   // The blocking form holds the host, as its name promises.
   WorkPtr barrier(const CallOptions& options) override {
@@ -41,6 +47,7 @@ class Impl final : public DeviceCommunicator {
   std::shared_ptr<Communicator> split(int color, int key, const std::string& name) override {
     AXO_CHECK(!inside_group(), "split", "a call inside a group", "one outside: ranks must meet at once");
     auto child = core_->split(color, key, name);
+    if (child) child->compose();
     return child ? std::make_shared<Impl>(std::move(child)) : nullptr;
   }
   std::shared_ptr<DeviceCommunicator> capped(int max_ctas, const std::string& name) override {
@@ -135,7 +142,9 @@ class Impl final : public DeviceCommunicator {
 
 std::shared_ptr<DeviceCommunicator> create_device_communicator(std::shared_ptr<Store> store, const std::string& key,
                                                                int rank, int size, const DeviceOptions& options) {
-  return std::make_shared<Impl>(create_device_core(store, key, rank, size, options));
+  auto core = create_device_core(store, key, rank, size, options);
+  core->compose();
+  return std::make_shared<Impl>(std::move(core));
 }
 
 }  // namespace axo

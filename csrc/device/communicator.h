@@ -25,8 +25,10 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/communicator.h"
 #include "base/store.h"
@@ -36,6 +38,14 @@ namespace axo {
 class DeviceContext;
 
 enum class StreamPolicy { automatic, own, shared };  // automatic: own where the library orders launches, else shared
+
+// A collective of so many hosts of so many neighbours each is composed of those inside hosts and those between them
+// (base/composition.h) from so many bytes on: as somebody has measured.
+struct Composed {
+  int hosts, local;
+  Kind kind;
+  std::size_t least;
+};
 
 struct DeviceOptions {
   std::string name = "world";
@@ -57,6 +67,7 @@ struct DeviceOptions {
   // Compare every operation and its place in the order with the peers' through the store before it is launched. Slow.
   // -1: as AXO_CHECK=1 says.
   int check = -1;
+  std::vector<Composed> composed = {};  // equal on all ranks; not together with split_share
   // Set, from any thread, it ends the making of this communicator with Aborted.
   std::shared_ptr<const std::atomic<bool>> cancelled = {};
   // Shared by the communicators of one rank. Null: the one that this process has for `device`. Ranks as threads of one
@@ -101,6 +112,8 @@ class DeviceCommunicator : public Communicator {
   virtual int reserved_ctas() const = 0;
   virtual bool shares_buffers() const = 0;  // split_share
   virtual int library_version() const = 0;  // 23203 is 2.32.3
+  // What is composed here, by collective: the least bytes.
+  virtual std::map<std::string, std::size_t> composed() const = 0;
 };
 
 // Collective over `size` ranks that share `store`. `key` must be equal on all ranks and unused in this store before.

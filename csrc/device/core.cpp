@@ -266,14 +266,22 @@ void DeviceCore::launched(const DeviceWorkPtr& work, EventPtr start, EventPtr do
 
 void DeviceCore::fail(std::exception_ptr error) {
   std::deque<DeviceWorkPtr> works;
+  std::shared_ptr<const Levels> levels;
+  std::shared_ptr<DeviceCore> whole;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (error_ || closed_) return;
     error_ = error;
     failed_.store(true, std::memory_order_release);
     works = pending_;  // kept until the library has aborted: the device may still use their tensors
+    levels = levels_;
+    whole = whole_.lock();
   }
+  if (whole) whole->fail(error);
   for (const auto& work : works) work->finish(error);
+  for (const auto& part : levels ? std::vector{levels->inside, levels->between} : std::vector<decltype(whole)>{}) {
+    part->fail(error);
+  }
   context_->watchdog().wake();
 }
 

@@ -29,6 +29,9 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   // Collective. Null for color < 0. max_ctas: a cap of its own, which reserved_ctas() leaves out; 0: the parent's.
   std::shared_ptr<DeviceCore> split(int color, int key, const std::string& name, int max_ctas = 0);
   ~DeviceCore();
+  // Collective, of a communicator that is new: makes its levels, where its ranks lie as a row of options.composed says.
+  void compose();
+  const Levels* levels() const { return levels_.get(); }
 
   int rank() const { return member_.rank; }
   int size() const { return member_.size; }
@@ -135,6 +138,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   int splits_ = 0;
 
   // Graphs that hold launches of it: their last references go on threads of the runtime's, perhaps after this.
+  // Of a level: those of the communicator that it is of.
   std::shared_ptr<std::atomic<int>> graphs_ = std::make_shared<std::atomic<int>>(0);
   unsigned long long counted_capture_ = 0;
 
@@ -142,6 +146,8 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   LastLaunch* last_ = &own_last_;
 
   mutable std::mutex mutex_;
+  std::shared_ptr<const Levels> levels_;  // null: nothing is composed
+  std::weak_ptr<DeviceCore> whole_;       // that this is a level of
   std::exception_ptr error_;
   std::atomic<bool> failed_{false};
   bool failure_told_ = false;

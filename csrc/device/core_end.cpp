@@ -116,6 +116,7 @@ void DeviceCore::shutdown() {
       fail(std::current_exception());
     }
   }
+  if (levels_) levels_->inside->shutdown(), levels_->between->shutdown();
   context_->release_dropped();
   DeviceGuard guard(gpu(), context_->device());
   bool ends = false;

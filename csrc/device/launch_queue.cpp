@@ -60,9 +60,13 @@ class Turn {
     compare_with_peers(works_);
     order();
     EventPtr start = starts();
-    for (const auto& work : works_) work->library_call.before(work->stream);
-    call();
-    for (const auto& work : works_) work->library_call.after(work->stream);
+    std::size_t rounds = 0;
+    for (const auto& work : works_) rounds = std::max(rounds, work->library_calls.rounds());
+    for (std::size_t round = 0; round < rounds; ++round) {
+      for (const auto& work : works_) work->library_calls.before(round, work->stream);
+      call(round);
+      for (const auto& work : works_) work->library_calls.after(round, work->stream);
+    }
     finish(start);
   }
 
@@ -92,20 +96,22 @@ class Turn {
     return event;
   }
 
-  void call() {
-    const bool grouped = works_.size() > 1 || works_.front()->library_call.several();
+  void call(std::size_t round) {
+    const bool grouped = works_.size() > 1 || works_.front()->library_calls.several(round);
     int result = kNcclSuccess;
     const auto enter = [&] {
-      for (const auto& work : works_) work->core().enter(name_of(work->request.kind), work->deadline());
+      for (const auto& work : works_) {
+        work->library_calls.core(round).enter(name_of(work->request.kind), work->deadline());
+      }
     };
     if (!grouped) {
       enter();
-      result = works_.front()->library_call.call(works_.front()->stream);
+      result = works_.front()->library_calls.call(round, works_.front()->stream);
     } else {
       nccl_.check(nccl_->GroupStart(), "ncclGroupStart");
       enter();
       for (const auto& work : works_) {
-        result = work->library_call.call(work->stream);
+        result = work->library_calls.call(round, work->stream);
         if (result != kNcclSuccess && result != kNcclInProgress) break;
       }
       const int end = nccl_->GroupEnd();  // also after a failed call, or the library would stay inside the group
@@ -114,7 +120,7 @@ class Turn {
     std::exception_ptr error;
     for (const auto& work : works_) {
       try {
-        work->core().leave(result);
+        work->library_calls.core(round).leave(result);
       } catch (...) {
         if (!error) error = std::current_exception();
       }

@@ -11,7 +11,6 @@
 #include "base/work_state.h"
 
 namespace axo {
-namespace {
 
 // The host as the library tells hosts apart (utils.cc, getHostHash): by NCCL_HOSTID where that is set, also to nothing,
 // else by the kernel's boot id, since a container has a hostname of its own. Ranks whose hosts differ may be on one
@@ -23,10 +22,23 @@ std::string host_of_library() {
   return "id:" + hex_digits(reinterpret_cast<const unsigned char*>(id), std::min(std::strlen(id), kCompared));
 }
 
+namespace {
+
+// What tells one table of composed collectives from another; "" for none.
+std::string digest(const std::vector<Composed>& table) {
+  std::string text;
+  for (const Composed& one : table) {
+    text += std::to_string(one.hosts) + " " + std::to_string(one.local) + " " + name_of(one.kind) + " " +
+            std::to_string(one.least) + "\n";
+  }
+  return table.empty() ? "" : " with composition table " + std::to_string(std::hash<std::string>{}(text) % 1000000);
+}
+
 // What must agree between ranks, and the GPU, which must not: "<library and version>\n<host, uuid and bus id>".
-std::string introduction(const DeviceContext& context) {
-  return std::string(context.nccl().transport()) + " " + context.nccl().version_text() + "\n" + host_of_library() +
-         " " + context.gpu().device_uuid(context.device()) + " " + context.gpu().pci_bus_id(context.device());
+std::string introduction(const DeviceContext& context, const DeviceOptions& options) {
+  return std::string(context.nccl().transport()) + " " + context.nccl().version_text() + digest(options.composed) +
+         "\n" + host_of_library() + " " + context.gpu().device_uuid(context.device()) + " " +
+         context.gpu().pci_bus_id(context.device());
 }
 
 // Rank 0's verdict over all introductions: empty, or what is wrong. Without `parts` the library tells GPUs apart by
@@ -43,7 +55,7 @@ std::string verdict(const std::vector<std::string>& introductions, bool shared_g
     const std::string& text = introductions[rank];
     if (library(text) != library(introductions[0])) {
       return "rank " + std::to_string(rank) + " has " + library(text) + ", rank 0 has " + library(introductions[0]) +
-             "; all ranks need the same version";
+             "; all ranks need the same";
     }
     const auto [owner, first] = owners.emplace(gpu(text), rank);
     if (!first && !shared_gpus && text != introductions[owner->second]) {
@@ -140,7 +152,7 @@ std::string Rendezvous::told(const std::function<std::string()>& wait) {
 
 // Every rank learns the unique id, or the same error.
 NcclUniqueId Rendezvous::meet(DeviceContext& context) const {
-  store.set(key + "/hello/" + std::to_string(rank), introduction(context));
+  store.set(key + "/hello/" + std::to_string(rank), introduction(context, options));
   if (rank == 0) store.set(key + "/id", told([&] { return answer(context); }));
   // Rank 0 may take the whole timeout to find out who is missing: its answer is worth waiting for.
   const auto deadline = deadline_after(2 * limited(options.timeout));

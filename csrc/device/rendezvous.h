@@ -16,6 +16,9 @@ namespace axo {
 // Of a new communicator. Waits for a turn.
 NcclUniqueId new_id(DeviceContext& context);
 
+// This host as the library tells hosts apart.
+std::string host_of_library();
+
 struct Rendezvous {
   Store& store;
   const std::string& key;

@@ -11,7 +11,7 @@ DeviceWork::DeviceWork(std::shared_ptr<DeviceCore> core, Request r, const CallOp
       caller(options.stream),
       stream(options.blocking ? options.stream : core->stream()),
       after_caller(options.after_caller),
-      library_call(*core, request),
+      library_calls(*core, request, options.after_caller),
       core_(std::move(core)) {}
 
 const Member& DeviceWork::member() const { return core_->member(); }

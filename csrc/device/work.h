@@ -3,7 +3,7 @@
 
 #include "base/work_state.h"
 #include "device/context.h"
-#include "device/library_call.h"
+#include "device/levels.h"
 
 namespace axo {
 
@@ -26,7 +26,7 @@ class DeviceWork final : public WorkState {
   const GpuStream caller;  // the stream of the call
   const GpuStream stream;  // where it runs
   const bool after_caller;
-  LibraryCall library_call;
+  LibraryCalls library_calls;
   void launched(EventPtr start, EventPtr done, bool captured);
   // Ends the operation; null: it is complete. The first end counts. Never throws.
   void finish(std::exception_ptr error) const noexcept;

@@ -4,6 +4,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/chrono.h>
 
+#include "base/composition.h"
 #include "device/communicator.h"
 #include "device/peers.h"
 #include "torch/bindings_calls.h"
@@ -25,11 +26,23 @@ StreamPolicy streams_of(const std::string& text) {
   return StreamPolicy::automatic;
 }
 
+Composed composed_of(const std::tuple<int, int, std::string, std::size_t>& row) {
+  const auto& [hosts, local, name, least] = row;
+  for (int i = 0; i < kKindCount; ++i) {
+    Operation one;
+    one.count = 1;
+    one.kind = static_cast<Kind>(i);
+    if (name == name_of(one.kind) && Composition::composes(one)) return {hosts, local, one.kind, least};
+  }
+  throw Error("composed: got '" + name + "', expected a collective that can be composed");
+}
+
 void bind_options(py::module_& m) {
   py::class_<DeviceOptions>(m, "DeviceOptions")
       .def(py::init([](const std::string& name, std::int64_t timeout_ms, int device, int min_ctas, int max_ctas,
                        int cga_cluster_size, bool zero_cta, bool high_priority, bool timing, bool split_share,
-                       const std::string& streams, int check) {
+                       const std::string& streams, int check,
+                       const std::vector<std::tuple<int, int, std::string, std::size_t>>& composed) {
         DeviceOptions o;
         o.name = name;
         o.timeout = Milliseconds(timeout_ms);
@@ -43,6 +56,7 @@ void bind_options(py::module_& m) {
         o.split_share = split_share;
         o.streams = streams_of(streams);
         o.check = check;
+        for (const auto& row : composed) o.composed.push_back(composed_of(row));
         return o;
       }));
 }
@@ -120,6 +134,7 @@ void bind_device(py::module_& m) {
       .def_property_readonly("stream", [](DeviceCommunicator& c) { return reinterpret_cast<Address>(c.stream()); })
       .def_property_readonly("reserved_ctas", &DeviceCommunicator::reserved_ctas)
       .def_property_readonly("shares_buffers", &DeviceCommunicator::shares_buffers)
+      .def_property_readonly("composed", &DeviceCommunicator::composed)
       .def_property_readonly("library_version", &DeviceCommunicator::library_version);
 
   m.def(

@@ -1,6 +1,6 @@
 # The compiled extension (csrc/torch/). Addresses are integers, counts are elements, types and ops are codes of
 # csrc/base/types.h, times are milliseconds (-1: the communicator's own). A blocking call returns None.
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 torch_version: str
@@ -89,6 +89,7 @@ class DeviceCommunicator(Communicator):
     reserved_ctas: int
     shares_buffers: bool
     library_version: int
+    composed: dict[str, int]
     def all_reduce_scaled(self, *args: Any) -> Work | None: ...
     def reduce_scatter_scaled(self, *args: Any) -> Work | None: ...
     def register_buffer(self, data: int, size: int, symmetric: bool, /) -> Any: ...
@@ -112,6 +113,7 @@ class DeviceOptions:
         split_share: bool,
         streams: str,
         check: int,
+        composed: Sequence[tuple[int, int, str, int]],
         /,
     ) -> None: ...
 

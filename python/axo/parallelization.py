@@ -29,7 +29,7 @@ from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.route import GRAD_REDUCE
 from axo.plans import context as plan_context
 from axo.plans import experts as plan_experts
-from axo.plans import head_loss
+from axo.plans import head_loss, methods
 from axo.plans.replace import Replacer
 from axo.plans.serial import Serial
 from axo_kernels.fused.fp8 import SCALINGS
@@ -198,6 +198,7 @@ def parallelize(
         model._axo_plan_report.loss = f"loss: of whole logits; {could}"  # type: ignore[union-attr]
     attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype, same_inputs=True)
     watch_first_passes(model, comms)
+    methods.install(model, comms)
     if offload is not None:
         offload.attach(model, comms.device)
     watch_made_before()

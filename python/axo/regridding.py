@@ -179,8 +179,8 @@ class _Before:
             for key, value in self.of_optimizer.pop(name).items():
                 if (name, key) in self.placements:
                     lay = self.placements[name, key]
-                    whole = value.shape if lay is None else lay.global_shape
-                    there = target.state if target is not None and tuple(whole) == target.global_shape else None
+                    whole = value.shape if lay is None else lay.whole_shape
+                    there = target.state if target is not None and tuple(whole) == target.whole_shape else None
                     shape = whole if there is None else there.local_shape(comms.grid, comms.coords)
                     part = value.new_empty(shape)
                     moves.add(value, lay, part, there)
@@ -256,7 +256,7 @@ class _Moves:
     def add(self, old: torch.Tensor, lay: Placement | None, new: torch.Tensor, lies: Placement | None) -> None:
         """Move this rank's part ``old`` of a tensor; ``new`` is room for what it has of it now."""
         lay = lay or Placement(tuple(old.shape))
-        lies = lies or Placement(lay.global_shape)
+        lies = lies or Placement(lay.whole_shape)
         if (lay, lies) not in self._pieces:
             self._pieces[lay, lies] = list(self._planned(lay, lies))
         self._bucket.append((old, new.detach(), self._pieces[lay, lies]))
@@ -295,7 +295,7 @@ class _Moves:
 
     def _planned(self, lay: Placement, lies: Placement) -> Iterator[_Piece]:
         """The pieces of one tensor that this rank sends, receives or keeps, in an order that all ranks have."""
-        shape, ranks = lay.global_shape, range(self._before.world_size)
+        shape, ranks = lay.whole_shape, range(self._before.world_size)
         parts = [boxes_of(shape, lay, self._before, self._before.coords(rank)) for rank in ranks]
         after = self._comms.grid
         for target in ranks:

@@ -44,6 +44,7 @@ VARIABLES = (
     Variable("AXO_SECRET_FILE", "", "A file with it, which only its owner may read."),
     Variable("AXO_REQUIRE_SECRET", "0", "1: CPU ranks of several hosts without a secret are refused.", ("0", "1")),
     Variable("AXO_INTERFACE", "", "The network interface on which CPU ranks of several hosts connect."),
+    Variable("AXO_COMPOSITION", "", "The file of axo profile that says what GPUs of several hosts compose."),
     Variable(
         "AXO_CHECK",
         "0",

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from axo_kernels.gemm.layout import LAYOUTS, Product, stored_shapes
+from axo_kernels.tune.timing import _timings
 from bench import gemm
+from bench.lib import verdicts
 from bench.lib.accuracy import matmul_reference
+from bench.lib.clock import AGREE, TRIES, undisturbed
 
 TYPES = {2: torch.float16, 14: torch.bfloat16}  # CUDA_R_16F, CUDA_R_16BF
 SIZES = (24, 40, 56)  # all differ, so that each wrong dimension shows
@@ -101,3 +104,42 @@ def test_a_rival_that_cannot_is_left_out(fault, monkeypatch, capsys):
     assert (call is None) == bool(fault)
     assert capsys.readouterr().out.startswith("not measured") == bool(fault)
     assert gemm._cupy(a, b, product) is None, "on a CPU"
+
+
+def test_a_row_whose_rounds_disagree_is_measured_again():
+    """Times of eight rounds, made up: torch's, then a rival's, on the device and on the host."""
+
+    def rounds(torch_ms, rival_ms):
+        return _timings([[(each, 0.0) for each in torch_ms], [(each, 0.0) for each in rival_ms]])
+
+    quiet, wandering = [10.0] * 8, [10.0, 10.2, 9.9, 10.3] * 2
+    loss = rounds(wandering, [12.5] * 8)
+    shared = rounds([10.0, 30.0] * 4, [10.0, 10.0, 30.0, 30.0] * 2)  # the GPU had another program's turns
+    slowed = rounds([10.0, 10.0, 20.0, 20.0] * 2, [10.0, 10.0, 20.0, 20.0] * 2)  # of both at once: no ratio tells
+    worse = rounds([10.0, 50.0] * 4, [9.0] * 8)
+    gpu, given = torch.device("cuda"), []
+
+    def measured(*tries, device=gpu):
+        left = list(tries)
+        row = undisturbed(lambda: left.pop(0), device)
+        given.append(len(tries) - len(left))
+        return row
+
+    assert measured(loss, rounds(quiet, quiet)) == (loss, None), "a loss whose rounds agree stands"
+    assert measured(shared, loss) == (loss, None), "and one that shows when the other program has gone"
+    assert measured(slowed, rounds(quiet, quiet))[1] is None
+    timings, apart = measured(worse, shared, worse, loss)
+    assert timings == shared and apart == 3.0 > AGREE, "not the one that favours the rival"
+    assert measured(shared, loss, device=torch.device("cpu")) == (shared, None)
+    assert given == [1, 2, 2, TRIES, 1]
+
+
+@pytest.mark.parametrize("worst, found", [(1.0, "not measured"), (0.9, False)])
+def test_a_disturbed_row_misses_no_goal_and_reaches_none(worst, found):
+    product = Product("NT", 8192, 8192, 8192, torch.bfloat16)
+    row = {"product": product.name, "layout": "NT", "m": 8192, "n": 8192, "k": 8192, "errors": {}, "right": True}
+    row |= {"triton_ratio": 1.0, "disturbed": None}
+    rows = [row | {"tuned_ratio": worst}, row | {"tuned_ratio": 0.5, "disturbed": 1.7}]
+    name = "tuned at worst, of torch: {:.3f} over 1 shapes{} (goal: at least 0.99)"
+    assert verdicts.speed(rows, [product], 132)[name.format(worst, ", 1 disturbed")] == found
+    assert verdicts.speed(rows[:1], [product], 132)[name.format(worst, "")] == (worst == 1.0)

@@ -47,8 +47,9 @@ def test_contestants_agree_on_the_loss(case: str, ranks: int) -> None:
         assert row["tokens_s"] == pytest.approx(32 * (ranks if case in ("z", "data") else 1) / row["ms"] * 1e3)
 
 
-def test_contestants_in_processes_of_their_own_agree_too() -> None:
-    rows = step.measure_apart("z", argparse.Namespace(**OPTIONS, ranks=2))
+def test_contestants_in_processes_of_their_own_agree_too(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = step.measure_apart("z", argparse.Namespace(**OPTIONS, ranks=2), Table({}))
+    assert capsys.readouterr().err.startswith("z: starting contestant 1, ranks: 2\n"), "before anything takes time"
     assert len(rows) == 7 and all(row["right"] and len(row["all_ms"]) == 8 for row in rows), rows
     assert [row["comm"] is not None for row in rows] == [row["contestant"].startswith("Axo ") for row in rows]
 
@@ -93,11 +94,10 @@ def test_turns_are_counted_and_how_far_it_is_is_told(capsys: pytest.CaptureFixtu
     """The last eight of ten steps, with the loss of the last."""
     options, names = argparse.Namespace(**OPTIONS, ranks=2), ("Axo", "FSDP2", "no communication")
     table = Table({})
-    table._told -= 100
     rows = step.compete("z", options, [Counting(name) for name in names], table)  # type: ignore[misc]
     assert [row["contestant"] for row in rows] == list(names)
     assert all(row["all_ms"] == [1e3 * n for n in range(3, 11)] and row["loss"] == 1.0 for row in rows), rows
-    assert capsys.readouterr().err == "z: step 1 of 10: Axo, 1000 ms\n"
+    assert capsys.readouterr().err == "z: step 1 of 10: Axo, 1000 ms; rows in 0 s\n"
 
 
 @pytest.mark.parametrize(("last", "counted"), [(2, 0), (5, 3)])

@@ -180,6 +180,87 @@ def test_readers_of_split_weights_are_refused(grid, tmp_path, peft):
             assert kind == "prefix" or "reads 'base_model.model.model." in refused, refused
 
 
+def merge(grid, packages):
+    """How far a model is from one device's once PEFT has merged its adapters, unmerged them, and left them out."""
+    sys.path.insert(0, packages)
+    import peft
+
+    from examples.hf.train import model_of
+
+    comms = axo.connect(grid)
+    layers = {"target_modules": ["q_proj", "o_proj", "down_proj"], "r": 4, "task_type": "CAUSAL_LM"}
+    kinds = (peft.LoraConfig(**layers, init_lora_weights=False), peft.LoHaConfig(**layers, init_weights=False))
+    ids, distances = torch.arange(8).view(2, 4), []
+    mine = axo.shard_batch(ids, comms)
+    for kind in kinds:
+        models = []
+        for _ in range(2):
+            torch.manual_seed(1)
+            models.append(peft.get_peft_model(model_of(), kind).eval())
+        serial, model = models
+        axo.parallelize(model, comms, plan="auto")
+        steps = [lambda m: m.merge_adapter(safe_merge=True), lambda m: m.unmerge_adapter(), lambda m: m.merge_adapter()]
+        for step in steps:
+            for each in models:
+                step(each)
+            if serial.get_layer_status()[0].merged_adapters:  # LoHa itself is refused
+                distances.append(distance_of_logits(serial, model, ids, mine, comms))
+        for each in models:
+            each.unmerge_adapter()
+        distances.append(distance_of_logits(serial.merge_and_unload(), model.merge_and_unload(), ids, mine, comms))
+    return distances
+
+
+@torch.no_grad()
+def distance_of_logits(serial, model, ids, mine, comms):
+    found, expected = model(input_ids=mine).logits, axo.shard_batch(serial(input_ids=ids).logits, comms)
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("grid", EACH)
+def test_adapters_are_merged_into_split_weights(grid, peft):
+    for distances in run_ranks(merge, 2, grid, peft, preload=TRANSFORMERS, timeout=90):
+        assert len(distances) == 6 and max(distances) < 1e-5
+
+
+def generate(grid):
+    """What each rank generates of its own prompt and number of tokens, beside one device."""
+    from examples.hf.train import model_of
+
+    comms = axo.connect(grid)
+    model = axo.parallelize(model_of(), comms, plan="auto").eval()
+    serial = model_of().eval()
+    ids = torch.arange(4).view(1, 4) + comms.z.rank
+    options = {"do_sample": False, "max_new_tokens": 3 + 2 * comms.z.rank, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(ids, **options).tolist(), serial.generate(ids, **options).tolist()
+
+
+def test_ranks_generate_unequal_numbers_of_tokens():
+    outcomes = run_ranks(generate, 2, "1x1x2x1", preload=TRANSFORMERS[1:])
+    assert [len(found[0]) for found, _ in outcomes] == [7, 9]
+    for found, expected in outcomes:
+        assert found == expected
+
+
+def step_alone(grid):
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    from axo.integrations.hugging_face import on_grid
+
+    accelerator = on_grid(Accelerator(cpu=True), grid)
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    with (
+        pytest.raises(axo.Refused, match=r"LocalSGD.*accelerator\.accumulate"),
+        LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2),
+    ):
+        pass
+
+
+def test_local_steps_are_refused():
+    run_ranks(step_alone, 2, "1x1x1x2", env=ELASTIC)
+
+
 def pack_saved(grid):
     """Gradient norms of a step, plain, with torch's own hooks of saved tensors, and with hooks of a program's own."""
     comms = axo.connect(grid)

@@ -317,7 +317,6 @@ def test_overlap_is_timed_without_the_simulated_effects(monkeypatch):
 
 def test_overlap_says_how_far_a_case_is(capsys):
     options, table = SimpleNamespace(rounds=3, seconds=60.0, size=4, groups=False), Table({})
-    table._told -= 100
     overlap.measure([(32, 32, 32)], [0.4], [2], torch.float32, torch.device("cpu"), table, options)
     assert capsys.readouterr().err == "matmul_all_reduce 32x32x32 share 0.4: call 1 of 25\n"
 

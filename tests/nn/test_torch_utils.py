@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import gc
+import pickle
 import warnings
 
 import pytest
@@ -97,7 +98,7 @@ def one_parameter(grid):
     weight = model[0].weight
     shard = model[0].placements["weight"].take(serial[0].weight)
     assert shard.norm() < 0.9 * serial[0].weight.norm(), "nothing to tell apart"
-    assert_close(weight.std(), shard.std(), 1e-6, "as the table says: of the shard")
+    assert_close(weight.clone().std(), shard.std(), 1e-6, "as the table says: of the shard")
     backward(serial, model, comms)
     for own in (weight, weight.detach(), weight.data, weight.grad, weight.grad.data):
         with pytest.raises(axo.Refused, match=r"of which this rank holds .* of \(16, 8\).*get_total_norm.*axo.unshard"):
@@ -108,7 +109,7 @@ def one_parameter(grid):
     assert_close(torch.nn.utils.get_total_norm([weight.grad]), own[2].norm(), 1e-6, "get_total_norm of a gradient")
     assert_close(torch.nn.utils.get_total_norm([weight]), serial[0].weight.norm(), 1e-6, "get_total_norm of one")
     assert_close(axo.unshard(weight, weight.placement).norm(), serial[0].weight.norm(), 1e-6, "norm of the whole")
-    whole = [lambda p: axo.unshard(p, p.placement).norm(), lambda p: axo.unshard(p, p.placement).abs().max()]
+    whole = [whole_norm, lambda p: axo.unshard(p, p.placement).abs().max()]
     for penalty, oracle in (
         (whole[0], lambda p: p.norm()),
         (whole[1], lambda p: p.abs().max()),
@@ -130,6 +131,74 @@ def one_parameter(grid):
     for parameter, each in zip(model.parameters(), serial.parameters(), strict=True):
         assert_close(axo.unshard_grad(parameter), each.grad, 1e-5, "clipped by value")
         assert_close(axo.unshard(parameter.detach(), parameter.placement), each, 1e-4, "decayed")
+
+
+def whole_norm(parameter):
+    return axo.unshard(parameter, parameter.placement).norm()
+
+
+READS = {
+    "mean": lambda p: p.mean(), "of data": lambda p: p.data.mean(), "of a view": lambda p: p.detach().flatten().max(),
+    "of a gradient": lambda p: p.grad.std(), "std": lambda p: p.std(False), "torch.var": lambda p: torch.var(p),
+    "by name": lambda p: torch.mean(input=p), "sum": lambda p: p.data.sum(), "both": lambda p: p.amax(dim=()),
+    "quantile": lambda p: p.detach().quantile(0.5), "norm": lambda p: torch.norm(p), "histc": lambda p: p.data.histc(4),
+    "linalg.norm": lambda p: torch.linalg.norm(p), "singular values": lambda p: torch.linalg.svdvals(p.detach()),
+    "row": lambda p: p[7], "column": lambda p: p[:, 3], "mask": lambda p: p[p > 0],
+    "write": lambda p: p.__setitem__(0, 0.0), "whole data": lambda p: setattr(p, "data", torch.ones(16, 8)),
+}  # fmt: skip
+READS_OF_THE_PART = {
+    "clone": lambda p: p.clone().mean(), "elementwise": lambda p: torch.max(p, p), "all": lambda p: p[:, None],
+    "printed": repr, "part of data": lambda p: setattr(p, "data", p.detach() * 1), "a loss's": lambda p: p.sum(),
+    "shape": lambda p: p.detach().numpy().shape, "another's": lambda p: torch.rand(p.shape).mean(),
+    "copy": copy.deepcopy,
+}  # fmt: skip
+
+
+def reads(grid):
+    """What a program reads of a split weight, before and after a step; whole ones are torch's business."""
+    comms = axo.connect(grid)
+    serial, model = models(comms)
+    backward(serial, model, comms)
+    weight, along = model[0].weight, {"2x1x1x1": 0, "1x2x1x1": 1}[grid]
+    for what, read in READS.items():
+        with pytest.raises(axo.Refused, match=r"'weight' of Linear '0', of which .* of \(16, 8\).*axo\."):
+            read(weight)
+            pytest.fail(what)
+        with torch.no_grad():
+            read(serial[0].weight)
+    assert_close(weight.mean(1 - along), weight.clone().mean(1 - along), 1e-6, "along a dim that is whole")
+    for wrong in (lambda: weight.mean(along), lambda: torch.linalg.vector_norm(weight.data, dim=along)):
+        with pytest.raises(axo.Refused):
+            wrong()
+    for read in READS_OF_THE_PART.values():
+        read(weight)
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    assert torch.mean.__module__ == "torch" and pickle.loads(pickle.dumps(torch.Tensor.mean)) is torch.Tensor.mean
+    with pytest.raises(axo.Refused, match=r"Linear '3': weight is tied .* of \(16, 8\).*before axo.parallelize"):
+        model[3].weight = weight
+
+
+@pytest.mark.parametrize("grid", ["2x1x1x1", "1x2x1x1"])
+def test_reads_of_a_part_are_refused(grid):
+    run_ranks(reads, 2, grid)
+
+
+def traced(grid):
+    """What compilers make of functions that look at their tensor."""
+    comms = axo.connect(grid)
+    serial, model = models(comms)
+    x = torch.rand(8, 8)
+    same = torch.compile(
+        lambda x: torch.mean(x) + x.max() + torch.linalg.norm(x) + x.std(), backend="eager", fullgraph=True
+    )
+    assert_close(same(x), x.mean() + x.max() + x.norm() + x.std(), 1e-6, "compiled")
+    both = torch.vmap(lambda x: x.mean() + torch.linalg.norm(x))(x[None])
+    assert_close(both[0], x.mean() + x.norm(), 1e-6, "vmap")
+    backward(serial, model, comms)
+
+
+def test_functions_that_look_at_parts_are_traced():
+    run_ranks(traced, 2, "2x1x1x1")
 
 
 PENALTIES = {
@@ -171,7 +240,9 @@ def penalties(grid):
             assert len(looks.passes) < 20
             sum(losses).backward()
         with (
-            pytest.raises(axo.Refused, match=r"of (a parameter|'0.weight').*of which.*axo.unshard.*take p.square")
+            pytest.raises(
+                axo.Refused, match=r"of ('weight' of Linear '0'|'0.weight').*of which.*axo.unshard.*take p.square"
+            )
             if split
             else Silence()
         ):
@@ -186,7 +257,11 @@ def penalties(grid):
         assert ["the loss takes '0.weight'" in str(one.message) for one in said] == [True] * split, name
         assert_close(axo.unshard_grad(model[0].weight), 2 * serial[0].weight.grad, 1e-5, name)
     _, model = models(comms)
-    right = (lambda p: axo.unshard(p, p.placement).norm(), lambda p: hidden[-1].norm(), lambda p: p.detach().std())
+    right = (
+        lambda p: axo.unshard(p, p.placement).norm(),
+        lambda p: hidden[-1].norm(),
+        lambda p: p.detach().clone().std(),
+    )
     with Silence():
         for penalty in right:
             loss(model, penalty).backward()
@@ -195,6 +270,34 @@ def penalties(grid):
     gc.collect()
     torch.ones(1, requires_grad=True).backward()
     assert torch.autograd._engine_run_backward is engine
+
+
+class Deep(nn.Module):
+    """More nodes than a loss may have."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.layer(x)
+        for _ in range(2100):
+            x = x * 1.0
+        return x
+
+
+def deep(grid):
+    comms = axo.connect(grid)
+    model = axo.parallelize(Deep(), comms, plan="auto")
+    x = axo.shard_batch(torch.ones(8, 8), comms)
+    model(x).mean().backward()
+    loss = model(x).mean() + model.layer.weight.square().mean()
+    with pytest.raises(axo.Refused, match=r"the loss takes Mean of 'layer\.weight'"):
+        loss.backward()
+
+
+def test_a_pass_is_no_part_of_its_loss():
+    run_ranks(deep, 2, "2x1x1x1")
 
 
 class Silence(warnings.catch_warnings):

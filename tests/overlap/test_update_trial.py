@@ -413,10 +413,20 @@ def test_a_first_step_refuses_warns_or_takes(grid: str, zero: int) -> None:
         assert not split or "takes_shards = True" in stable
 
 
+class Hands(torch.optim.Optimizer):
+    """Hands steps on, and has no groups."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
 def step_by_wrappers(grid: str) -> list[str]:
     """What is said of wrappers that torch's ``__init__`` has not made, around AdamW."""
     comms, said = axo.connect(grid), []
-    for wrapper in (Projects, Slow):
+    for wrapper in (Projects, Slow, Hands):
         model = axo.parallelize(model_of(), comms, plan="auto")
         model(my_rows(comms, torch.arange(32.0).view(4, 8) / 32)).square().sum().backward()
         said.append("")
@@ -429,8 +439,8 @@ def step_by_wrappers(grid: str) -> list[str]:
 
 @pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1"])
 def test_a_wrapper_around_an_optimizer_is_tried_too(grid: str) -> None:
-    for projects, slow in run_ranks(step_by_wrappers, 2, grid):
-        assert "step(): Projects does not update element by element" in projects and slow == ""
+    for projects, slow, hands in run_ranks(step_by_wrappers, 2, grid):
+        assert "step(): Projects does not update element by element" in projects and slow == hands == ""
 
 
 def trained(make: Any, zero: int, folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -139,7 +139,7 @@ def test_a_configuration_in_a_folder_runs_that_configuration(tmp_path: Path) -> 
         assert ("simulate" in words) == name.endswith("json")
 
 
-def test_the_page_of_a_plan_decides_and_counts(tmp_path: Path) -> None:
+def test_what_is_printed_of_a_plan_decides_and_counts(tmp_path: Path) -> None:
     words = "plan --model pythia-160m --gpus 16 --machine h100 --batch-tokens 1M --tokens 1T --gpu-hour 2 --network 800"
     for name in ("a.json", "b.json"):
         said = CliRunner().invoke(cli.app, [*words.split(), "--json", str(tmp_path / name)])

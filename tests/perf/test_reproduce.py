@@ -3,7 +3,6 @@
 Oracle: Table III of "Democratizing AI" and the ranges in its text, as copied into ``data/papers.yaml``.
 """
 
-import json
 import math
 
 import pytest
@@ -102,7 +101,9 @@ def test_figures_of_overlap_and_frameworks(plans: dict[Row, planner.GridPlan]) -
     """Each overlap gains or costs nothing; bars are whole steps; what the text gives stands there as it gives it."""
     steps, large = figures.overlap_steps(), figures.overlap_gains(plans)
     for group in (steps, large):
-        whole = [bar.products + bar.shown for bar in group.bars]
+        ends = (": computation", ": communication that shows")
+        parts = [line.predicted for line in group.lines if line.what.endswith(ends)]
+        whole = [products + shown for products, shown in zip(parts[::2], parts[1::2], strict=True)]
         assert whole == sorted(whole, reverse=True)
         gains = [line.predicted for line in group.lines if line.what.endswith("gain")]
         kept = math.prod(1 - gain / 100 for gain in gains[:-1])
@@ -114,15 +115,6 @@ def test_figures_of_overlap_and_frameworks(plans: dict[Row, planner.GridPlan]) -
     assert sum(line.paper == "13 to 45" for line in grids.values()) == 5
 
 
-def test_the_null_model_and_who_is_calibrated() -> None:
-    """One share of peak a machine, by hand: frontier (41.1 + 36.3) / 2 against 22.0 measured, and so on."""
-    held = [row for row in calibrate.rows() if row not in calibrate.CALIBRATION]
-    errors = calibrate.null_errors(held)
-    assert errors[Row("frontier", 32768, "gpt-320b")] == pytest.approx((41.1 + 36.3) / 2 / 22.0 - 1)
-    assert errors[Row("alps", 6144, "gpt-60b")] == pytest.approx(30.7 / 23.4 - 1)
-    assert calibrate.mean_error(errors.values()) == pytest.approx(0.167, abs=0.001)
-
-
 def test_spearman_by_hand() -> None:
     assert calibrate.spearman([1, 2, 3], [10, 20, 30]) == 1
     assert calibrate.spearman([1, 2, 3], [3, 2, 1]) == -1
@@ -132,37 +124,17 @@ def test_spearman_by_hand() -> None:
         calibrate.spearman([1, 2, 3], [1, 2])
 
 
-def test_table_interpolates_between_its_points() -> None:
-    table = calibrate.Table(tuple(tuple(g + n for n in calibrate.NETWORK) for g in calibrate.GEMM))
-    assert table.at(0.65, 0.55) == pytest.approx(1.2)
-    assert table.at(calibrate.GEMM[0], calibrate.NETWORK[-1]) == pytest.approx(1.3)
-    assert table.at(9, 9) == pytest.approx(calibrate.GEMM[-1] + calibrate.NETWORK[-1])
-
-
 def test_every_weak_scaling_row_is_in_the_papers_data() -> None:
     weak = readers.papers()["democratizing_weak"]
     assert {name: len(table) for name, table in weak.items()} == {"perlmutter": 4, "frontier": 7, "alps": 4}
 
 
 @pytest.mark.soak
-def test_leave_one_out() -> None:
-    """The fit is not lucky: leaving out each row stays near the held-out error."""
-    tables = {row: calibrate.tabulate(row) for row in calibrate.rows()}
-    network = machine.load("frontier").network_fraction
-    fitted = calibrate.fit_gemm(tables, network)
-    for name, value in fitted.gemm.items():
-        assert machine.load(name).gemm_fraction == pytest.approx(value, abs=0.011)
-    # two rows of frontier do not tell its two fractions apart: with the one that is kept both are met
-    assert max(map(abs, calibrate.errors(tables, fitted, calibrate.CALIBRATION).values())) < 0.01
-    assert 0.85 < calibrate.fit(tables, calibrate.CALIBRATION).network < network + 0.05
-    assert len(reproduce._skill(tables)) == 4
-    left_out = calibrate.mean_error(calibrate.leave_one_out(tables).values())
-    held_out = [row for row in tables if row not in calibrate.CALIBRATION]
-    held = calibrate.mean_error(calibrate.errors(tables, fitted, held_out).values())
-    line = {"proof": "weak scaling, % of peak", "held_out_rows": len(held_out), "held_out_error": round(held, 4)}
-    line |= {"leave_one_out_error": round(left_out, 4), "calibrated_on": [str(r) for r in calibrate.CALIBRATION]}
-    print("\n" + json.dumps(line))
-    assert left_out <= 0.13
+def test_machine_files_hold_what_a_fit_gives() -> None:
+    """Two rows of frontier do not tell its two fractions apart: any network from 0.85 to 0.95 meets both."""
+    for name, (gemm, network) in calibrate.fit().items():
+        assert machine.load(name).gemm_fraction == pytest.approx(gemm, abs=0.011), name
+        assert 0.85 < network < 0.99
 
 
 @pytest.mark.soak

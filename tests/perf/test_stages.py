@@ -201,7 +201,6 @@ def test_a_row_with_stages_runs_as_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("plan --model gpt-5b --gpus 8 --machine h100 --pipeline 0", "pipeline='0' is not a number of stages"),
         ("plan --model gpt-5b --gpus 8 --machine h100 --pipeline 1,3", "pipeline=(3,) stages do not divide 8 GPUs"),
-        ("plan --compare a.json --gpus 8", "--compare reads plans that --json wrote, and plans nothing"),
         (
             "plan --model gpt-5b --gpus 8 --machine h100 --sequence-parallel --algorithm all",
             "no sequence_parallel with",

@@ -357,6 +357,9 @@ def refusals():
         with pytest.warns(UserWarning, match="stay serial") if comms.rank == 0 else contextlib.nullcontext():
             axo.parallelize(odd, comms, plan="auto")
         assert "x=2 does not divide the width 21" in axo.plan_report(odd)["1"].why
+        experts = axo.parallelize(nn.Sequential(Experts()), comms, plan="auto")[0]
+        with pytest.raises(RuntimeError, match="and the weight torch"):
+            experts(torch.randn(3, HIDDEN).bfloat16(), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
 
 
 def test_refusals():

@@ -105,12 +105,12 @@ def test_default_text_is_the_library_without_packages_and_tests() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1000])
 def test_permute_is_a_permutation(size: int) -> None:
     for key in (0, 1, 2**63 + 5):
-        assert sorted(data.permute(i, size, key=key) for i in range(size)) == list(range(size))
+        assert sorted(data.permute(np.arange(size), size, key=key).tolist()) == list(range(size))
 
 
 def test_permutations_of_different_keys_differ_and_mix() -> None:
-    first = [data.permute(i, 1000, key=1) for i in range(1000)]
-    second = [data.permute(i, 1000, key=2) for i in range(1000)]
+    first = data.permute(np.arange(1000), 1000, key=1).tolist()
+    second = data.permute(np.arange(1000), 1000, key=2).tolist()
     # Of two independent random permutations about one position in 1,000 agrees; neighbours are about 333 apart.
     assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
     assert 280 < np.abs(np.diff(first)).mean() < 390
@@ -120,7 +120,7 @@ def test_an_epoch_shows_every_window_once(tmp_path: Path) -> None:
     files, _ = write(tmp_path, [10 * 23 + 5])
     batches = data.Batches(data.Corpus(files), seq_len=10, batch_size=4, seed=7)
     assert batches.windows == 23
-    order = [batches.window(step, row) for step in range(23) for row in range(4)]  # 92 = 4 epochs of 23
+    order = np.concatenate([batches.windows_of(step, range(4)) for step in range(23)]).tolist()  # 92 = 4 epochs of 23
     epochs = [order[i : i + 23] for i in range(0, 92, 23)]
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
@@ -132,7 +132,7 @@ def test_rows_hold_the_text_and_targets_are_shifted_by_one(tmp_path: Path) -> No
     inputs, targets = batches.read(2, range(6))
     assert inputs.shape == targets.shape == (6, 8)
     for row in range(6):
-        start = batches.window(2, row) * 8
+        start = int(batches.windows_of(2, range(row, row + 1))[0]) * 8
         assert bytes(inputs[row].astype(np.uint8)) == everything[start : start + 8]
         assert bytes(targets[row].astype(np.uint8)) == everything[start + 1 : start + 9]
 

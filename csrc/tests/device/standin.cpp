@@ -47,6 +47,7 @@ struct World {
   int captures = 0;
   std::set<int> contexts;
   int aborts = 0;
+  std::size_t sent_between = 0;
   int launch_threads = 0;
   int user_objects = 0;
   bool progressing = false;
@@ -302,6 +303,7 @@ void reset() {
   world().settings = {};
   world().contexts.clear();
   world().aborts = 0;
+  world().sent_between = 0;
   world().launch_threads = 0;
   log().calls.clear();
 }
@@ -439,6 +441,18 @@ void at_end_of(Graph& graph, const std::function<void()>& fn) {
   graph.at_end.push_back(fn);
 }
 
+std::size_t sent_between() {
+  std::lock_guard<std::recursive_mutex> hold(lock());
+  return world().sent_between;
+}
+void count_sent_between(std::size_t bytes) {
+  std::lock_guard<std::recursive_mutex> hold(lock());
+  world().sent_between += bytes;
+}
+void clear_sent_between() {
+  std::lock_guard<std::recursive_mutex> hold(lock());
+  world().sent_between = 0;
+}
 int aborts() {
   Lock hold(world().mutex);
   return world().aborts;

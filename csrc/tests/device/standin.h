@@ -120,10 +120,11 @@ struct Settings {
   int free_in_a_gpc = 0;
   int launch_order_read = -1;  // NCCL_LAUNCH_ORDER_IMPLICIT as the first communicator found it, -1: none was made yet
   bool register_nothing = false;
-  std::string last_error;  // ncclGetLastError
-  int async_error = 0;     // of every communicator; a watchdog reads it: __atomic_store_n
-  std::string pci;         // non-empty: every device's bus id
-  bool same_uuid = false;  // of every device; else each has its own, as parts of one GPU do
+  std::string last_error;   // ncclGetLastError
+  int async_error = 0;      // of every communicator; a watchdog reads it: __atomic_store_n
+  std::string pci;          // non-empty: every device's bus id
+  bool same_uuid = false;   // of every device; else each has its own, as parts of one GPU do
+  int ranks_of_a_host = 0;  // device d is then on host d / ranks_of_a_host, and sent_between() counts
 };
 Settings& settings();
 
@@ -146,6 +147,11 @@ int end_capture(void* stream, std::shared_ptr<Graph>& graph);
 void replay(const std::shared_ptr<Graph>& graph, void* stream);
 std::size_t nodes_in(const Graph& graph);
 
+// Bytes that collectives have sent between hosts, the least that each can: of communicators with one rank a host. Those
+// of others that span hosts are a broken rule.
+std::size_t sent_between();
+void count_sent_between(std::size_t bytes);
+void clear_sent_between();
 int aborts();  // of communicators, since the last reset
 void count_abort();
 int launch_threads();  // that launches have made, since the last reset

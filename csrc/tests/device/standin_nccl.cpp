@@ -225,6 +225,7 @@ void arrive(const ArrivalPtr& arrival, std::size_t number) {
       const Call &s = from.front()->call, &r = to.front()->call;
       if (s.count != r.count || s.type != r.type) return;  // never finishes
       if (s.count) std::memcpy(r.out, s.in, s.count * standin::bytes_of(s.type));
+      count_sent(from.front()->comm->device, to.front()->comm->device, s.count * standin::bytes_of(s.type));
       from.front()->done = to.front()->done = true;
       from.erase(from.begin());
       to.erase(to.begin());

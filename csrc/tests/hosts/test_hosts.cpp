@@ -3,6 +3,7 @@
 #include <cmath>
 #include <random>
 
+#include "base/composition.h"
 #include "hosts/link_limit.h"
 #include "tests/hosts/hosts_ranks.h"
 
@@ -45,8 +46,66 @@ void collectives(Comm c, Net&) {
   }
 }
 
+// Two communicators that keep the contract, composed (base/composition.h): here of CPU ranks, by blocking calls.
+class Composed final : public Communicator {
+ public:
+  Composed(Comm whole, int local)
+      : whole_(whole),
+        inside_(whole->split(whole->rank() / local, whole->rank(), "inside")),
+        between_(whole->split(whole->rank() % local, whole->rank(), "between")),
+        composition_(whole->rank(), whole->size() / local, local) {}
+  int rank() const override { return whole_->rank(); }
+  int size() const override { return whole_->size(); }
+  const std::string& name() const override { return whole_->name(); }
+  const char* transport() const override { return whole_->transport(); }
+  Comm split(int color, int key, const std::string& name) override { return whole_->split(color, key, name); }
+  void abort(const std::string& reason) override { whole_->abort(reason); }
+  void give_up(const std::string& error) override { whole_->give_up(error); }
+  Milliseconds set_timeout(Milliseconds timeout) override { return whole_->set_timeout(timeout); }
+  std::exception_ptr failure() override { return whole_->failure(); }
+  void shutdown() override {}
+
+ private:
+  WorkPtr issue(Request r, const CallOptions& o) override {
+    if (!Composition::composes(r)) return call(*whole_, r, o);
+    WorkPtr last;
+    std::vector<char> scratch(composition_.scratch_bytes(r));
+    for (const auto& step : composition_.steps(r, scratch.data())) {
+      for (const Request& part : step.requests) last = call(step.inside ? *inside_ : *between_, part, o);
+    }
+    return last;
+  }
+  static WorkPtr call(Communicator& c, const Request& r, const CallOptions& o) {
+    switch (r.kind) {
+      case Kind::all_reduce:
+        return c.all_reduce(r.in, r.out, r.count, r.dtype, r.op, o);
+      case Kind::reduce_scatter:
+        return c.reduce_scatter(r.in, r.out, r.count, r.dtype, r.op, o);
+      case Kind::all_gather:
+        return c.all_gather(r.in, r.out, r.count, r.dtype, o);
+      case Kind::broadcast:
+        return c.broadcast(r.out, r.count, r.dtype, r.root, o);
+      case Kind::reduce:
+        return c.reduce(r.in, r.out, r.count, r.dtype, r.op, r.root, o);
+      case Kind::all_to_all:
+        return c.all_to_all(r.in, r.out, r.count, r.dtype, o);
+      default:
+        return c.barrier(o);
+    }
+  }
+
+  const Comm whole_, inside_, between_;
+  const Composition composition_;
+};
+
 }  // namespace
 
+TEST(hosts_collectives_composed_of_two_communicators) {
+  for (const auto& [hosts, local] : {std::pair{2, 2}, std::pair{2, 3}, std::pair{3, 2}}) {
+    on_hosts(hosts * local, local,
+             [local = local](const Comm& c, Net& net) { collectives(std::make_shared<Composed>(c, local), net); });
+  }
+}
 TEST(hosts_collectives_on_two_hosts_of_two) { on_hosts(4, 2, collectives); }
 TEST(hosts_collectives_on_three_hosts_of_one) { on_hosts(3, 1, collectives); }
 TEST(hosts_collectives_on_uneven_hosts) { on_hosts(5, 3, collectives); }

@@ -111,7 +111,7 @@ def number_of(comms: Communicators | None) -> int:
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
     """This process's rank in the group; 0 without one."""
-    return 0 if group is None else dist.get_rank(group)
+    return 0 if group is None else group.rank()  # dist.get_rank asks the default group too
 
 
 # --- plain values -----------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ def bench(
         return
     if name not in known:
         raise ValueError(f"{name!r} is not one of {', '.join(known) or 'the installed benchmarks (none)'}")
+    if "torch" not in sys.modules:
+        print(f"axo bench {name}: loading torch", file=sys.stderr, flush=True)
     sys.argv = [f"axo bench {name}", *context.args]
     # By its name, not as __main__: what a bench hands to processes of its own is found under it.
     raise SystemExit(importlib.import_module(_main_of(name)).main())

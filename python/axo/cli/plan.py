@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 1e18
 ALONE = ("axonn",)
-PAGE = 20  # grids on the HTML page
 
-PlotOut = Annotated[Path | None, typer.Option("--plot", help="Write the plots (PNG) into this folder.")]
+JsonOut = Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")]
 Model = Annotated[str, typer.Option(help="gpt-5b ... gpt-640b, unet-250m ... unet-4b, a LitGPT name, or a file.")]
 
 
@@ -93,87 +92,38 @@ class Asked:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Where results go."""
-
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")] = None
-    csv_out: Annotated[Path | None, typer.Option("--csv", help="Write CSV here; - for stdout.")] = None
-    plot: PlotOut = None
-    html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained HTML page.")] = None
-
-    def check(self) -> None:
-        """Check where results are to go before anything is computed."""
-        if is_stdout(self.json_out) and is_stdout(self.csv_out):
-            raise ValueError("--json - and --csv - both want stdout; give one of them a file")
-        for path in (self.json_out, self.csv_out, self.html):
-            check_file(path)
-        if self.plot is not None and self.plot.exists() and not self.plot.is_dir():
-            raise ValueError(f"--plot {self.plot} is a file; name a folder")
-
-    def say(self, *parts: Shown) -> None:
-        """Print sentences and tables (title, table), unless a result goes to stdout; what is empty is left out."""
-        if is_stdout(self.json_out) or is_stdout(self.csv_out):
-            return
-        for part in parts:
-            if isinstance(part, tuple):
-                show_table(*part)
-            elif part:
-                say(part)
-
-    def give(
-        self, title: str, parts: Sequence[Shown], values: Callable[[], Any], draw: Callable[[], dict[str, bytes]],
-        csv: Callable[[], str] = str, paged: Callable[[], Sequence[Shown]] | None = None,
-    ) -> None:  # fmt: skip
-        """Print a result, and write it in the forms that were asked for.
-
-        Args:
-            title: Of the page.
-            parts: What is printed.
-            values: Gives what is written as JSON.
-            draw: Gives the pictures (PNG) by title.
-            csv: Gives the CSV.
-            paged: Gives what stands on the page above the pictures; None: what is printed.
-        """
-        self.say(*parts)
-        if self.json_out is not None:
-            write(self.json_out, values())
-        if self.csv_out is not None:
-            write(self.csv_out, csv())
-        drawn = draw() if self.plot is not None or self.html is not None else {}
-        if self.plot is not None:
-            self.plot.mkdir(parents=True, exist_ok=True)
-            for name, png in drawn.items():
-                path = self.plot / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.png"
-                write(path, png)
-                self.say(f"wrote {path}")
-        if self.html is not None:
-            from axo.perf.output import page
-
-            write(self.html, page(title, parts if paged is None else paged(), drawn))
+def _show(*parts: Shown) -> None:
+    """Print sentences and tables (title, table); what is empty is left out."""
+    for part in parts:
+        if isinstance(part, tuple):
+            show_table(*part)
+        elif part:
+            say(part)
 
 
-def _with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that takes groups of options (``Asked``, ``Outputs``) the options of each in its place."""
-    signature, groups, parameters = inspect.signature(command, eval_str=True), dict[str, Any](), []
-    for one in signature.parameters.values():
-        if one.annotation in (Asked, Outputs):
-            groups[one.name] = inspect.signature(one.annotation, eval_str=True).parameters.values()
-        parameters += groups.get(one.name, [one])
+def _give(json_out: Path | None, parts: list[Shown], values: Callable[[], Any]) -> None:
+    """Print a result, unless its JSON goes to stdout, and write that where it was asked for."""
+    if not is_stdout(json_out):
+        _show(*parts)
+    if json_out is not None:
+        write(json_out, values())
+
+
+def _asks(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of ``Asked`` in the place of its first argument."""
+    signature, options = inspect.signature(command, eval_str=True), inspect.signature(Asked, eval_str=True).parameters
 
     @functools.wraps(command)
     def called(**given: Any) -> None:
-        for name, options in groups.items():
-            group = signature.parameters[name].annotation
-            given[name] = group(**{option.name: given.pop(option.name) for option in options})
-        command(**given)
+        command(Asked(**{name: given.pop(name) for name in options}), **given)
 
-    by_name = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+    every = [*options.values(), *list(signature.parameters.values())[1:]]
+    by_name = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in every]
     called.__signature__ = signature.replace(parameters=by_name)  # type: ignore[attr-defined]
     return called
 
 
-@_with_groups
+@_asks
 def plan(
     asked: Asked,
     gpus: Annotated[int, typer.Option(help="Number of GPUs (GCDs on frontier).")] = 0,
@@ -197,7 +147,7 @@ def plan(
     compare: Annotated[
         list[Path] | None, typer.Option(help="Compare plans that --json wrote; repeat for each file.")
     ] = None,
-    outputs: Outputs = Outputs(),
+    json_out: JsonOut = None,
 ) -> None:
     """Rank every grid of a number of GPUs by predicted step time."""
     from axo.perf import output, planner
@@ -205,7 +155,7 @@ def plan(
     if compare:
         if asked.model or gpus:
             raise ValueError("--compare reads plans that --json wrote, and plans nothing; leave --model and --gpus out")
-        return Outputs().say(*output.compared([(str(path), _plan_file(path)) for path in compare]))
+        return _show(*output.compared([(str(path), _plan_file(path)) for path in compare]))
     if not asked.model or not gpus:
         raise ValueError("name what is to be planned: --model NAME --gpus N (and --machine NAME)")
     if top < 1:
@@ -214,7 +164,7 @@ def plan(
         raise ValueError(f"gpu-hour={gpu_hour} is not a price of at least 0")
     if gpu_hour and tokens == "0":
         raise ValueError("gpu-hour gives the cost of a whole training; say how many --tokens that has")
-    outputs.check()
+    check_file(json_out)
     if algorithm != "all" and algorithm not in planner.ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} is not known; use {', '.join(planner.ALGORITHMS)} or all")
     request = asked.request(
@@ -225,30 +175,8 @@ def plan(
     ranking = planner.plan(request)
     chosen = None if wanted is None else _explained(ranking, wanted)
     details = _details(ranking, chosen) if chosen is not None else []
-    parts = [*_summary(ranking, top, gpu_hour), *details]
-
-    def draw() -> dict[str, bytes]:
-        from axo.dryrun import simulate as engine
-        from axo.perf import plots
-
-        asked, best = ranking.request, ranking.best
-        try:
-            if best.stages is not None:
-                raise ValueError("axo simulate --pipeline draws stages")
-            return plots.plan_plots(ranking, engine.simulate(asked.workload, best.grid, asked.machine, best.run))
-        except ValueError as error:
-            outputs.say(f"no picture of a step: {error}")
-            return plots.plan_plots(ranking)
-
-    def paged() -> list[Shown]:
-        left_out = [[str(one.grid), one.reason] for one in ranking.left_out[:40]]
-        left = f"Left out: the first {len(left_out)} of {len(ranking.left_out)} grids", (["grid", "why"], left_out)
-        more = _details(ranking, ranking.best) if chosen is None else details
-        return [*_summary(ranking, PAGE, gpu_hour), *more, *([left] if left_out else [])]
-
-    title = f"{request.workload.name} on {gpus} GPUs of {request.machine.name}"
     values = functools.partial(output.plan_json, ranking, gpu_hour=gpu_hour)
-    outputs.give(title, parts, values, draw, lambda: output.plan_csv(ranking), paged)
+    _give(json_out, [*_summary(ranking, top, gpu_hour), *details], values)
 
 
 def _summary(ranking: planner.GridPlan, top: int, gpu_hour: float) -> list[Shown]:
@@ -314,20 +242,22 @@ def _cost(ranking: planner.GridPlan, gpu_hour: float) -> str:
     return text + (f", {energy:,.0f} MWh at {asked.machine.watts:g} W a GPU" if energy else "")
 
 
-@_with_groups
+Simulated = tuple[list["Shown"], dict[str, Any], Callable[[], bytes]]  # printed, as JSON, and what draws it
+
+
+@_asks
 def simulate(
     asked: Asked,
     grid: Annotated[str, typer.Option(help="XxYxZxDATA, such as 2x2x128x16.")],
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace here (opens in Perfetto).")] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")] = None,
-    plot: PlotOut = None,
+    json_out: JsonOut = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the step here (PNG).")] = None,
 ) -> None:
     """Run one training step on one grid as the engine does it, without peers, or of its stages, against the clock."""
     from axo.perf import planner
 
-    outputs = Outputs(json_out, plot=plot)
-    outputs.check()
-    check_file(trace)
+    for path in (json_out, trace, plot):
+        check_file(path)
     if not asked.model:
         raise ValueError("name what is to be simulated: --model NAME --machine NAME")
     if not asked.pipeline.isdecimal():
@@ -342,12 +272,14 @@ def simulate(
             f"{request.workload.name} cannot run on grid {parsed} of {request.machine.name}: {candidate.reason};"
             f" axo plan --gpus {request.gpus} ranks the grids that can"
         )
-    if candidate.stages is not None:
-        return _simulate_stages(planner.GridPlan(request, [candidate]), outputs)
-    return _simulate_grid(planner.GridPlan(request, [candidate]), outputs, trace)
+    ranking = planner.GridPlan(request, [candidate])
+    parts, values, draw = _simulated_grid(ranking, trace) if candidate.stages is None else _simulated_stages(ranking)
+    _give(json_out, parts, lambda: values)
+    if plot is not None:
+        write(plot, draw())
 
 
-def _simulate_grid(ranking: planner.GridPlan, outputs: Outputs, trace: Path | None) -> None:
+def _simulated_grid(ranking: planner.GridPlan, trace: Path | None) -> Simulated:
     """Run a step of the one candidate of a plan against the clock."""
     from axo.dryrun import simulate as engine
     from axo.perf import chrome_trace, output, plots
@@ -376,10 +308,10 @@ def _simulate_grid(ranking: planner.GridPlan, outputs: Outputs, trace: Path | No
         if step.micro_batches < one.run.micro_batches else "",
         f"trace: {trace} (open it in ui.perfetto.dev)" if trace is not None else "",
     ]  # fmt: skip
-    outputs.give(title, parts, lambda: values, lambda: plots.plan_plots(ranking, step))
+    return parts, values, lambda: plots.timeline(step.spans, title)
 
 
-def _simulate_stages(ranking: planner.GridPlan, outputs: Outputs) -> None:
+def _simulated_stages(ranking: planner.GridPlan) -> Simulated:
     """Run the stages of the one candidate of a plan against the clock."""
     from axo.perf import output, plots
     from axo.perf.stages import StageTimes
@@ -415,14 +347,13 @@ def _simulate_stages(ranking: planner.GridPlan, outputs: Outputs) -> None:
         f" {timeline.seconds:.3f} s; one step {step:.3f} s, at most {peak / 2**30:.1f} GiB a GPU;"
         f" the closed form says {one.seconds:.3f} s",
     ]
-    outputs.give(title, parts, lambda: values, lambda: {"Pipeline": plots.pipeline_timeline(timeline, title)})
+    return parts, values, lambda: plots.pipeline_timeline(timeline, title)
 
 
-@_with_groups
 def reproduce(
     what: Annotated[str, typer.Argument(help="papers")] = "papers",
-    check_fit: Annotated[bool, typer.Option("--fit/--no-fit", help="Fit again: leave-one-out error.")] = True,
-    outputs: Outputs = Outputs(),
+    check_fit: Annotated[bool, typer.Option("--fit/--no-fit", help="Fit the machines' fractions again.")] = True,
+    json_out: JsonOut = None,
 ) -> None:
     """Print the papers' numbers beside the model's, with the error, and what it cannot predict."""
     from axo_bench.papers import report
@@ -431,7 +362,7 @@ def reproduce(
 
     if what != "papers":
         raise ValueError(f"{what!r} is not known; use papers")
-    outputs.check()
+    check_file(json_out)
     groups, notes = list(papers.groups()), papers.calibration_notes(check_fit)
     summary = summaries(groups)
     texts = {
@@ -452,10 +383,7 @@ def reproduce(
         "cannot": list(papers.CANNOT),
         "contradictions": list(papers.CONTRADICTIONS),
     }
-    outputs.give(
-        "The papers' numbers beside the model's", parts, lambda: values,
-        lambda: {group.title: report.group_plot(group) for group in groups}, lambda: report.groups_csv(groups),
-    )  # fmt: skip
+    _give(json_out, parts, lambda: values)
 
 
 def profile(
@@ -492,7 +420,7 @@ def profile(
     table = fields["intra_gbs"] | fields.get("cross_gbs", {}) if isinstance(fields["intra_gbs"], dict) else {}
     pairs = [[key, f"{gbs}"] for key, gbs in table.items()]
     products = [[f"{g['m']} x {g['k']} x {g['n']}", f"{g['tflops']:.4f}"] for g in fields["gemms"]]
-    Outputs().say(
+    _show(
         ("GB/s of simultaneous rings, (ranks inside) x (ranks of the ring)", (["hierarchy", "GB/s"], pairs)),
         ("products, bf16, all ranks at once", (["m x k x n", "TFLOP/s a rank"], products)),
         f"layer_us: {fields['profiled']['layer_us']}" if "layer_us" in fields["profiled"] else "",

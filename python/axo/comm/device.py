@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from axo.comm.extension import _C
 from axo.comm.memory import CopyPairs, check_integer
 from axo.comm.work import Work, copy_all
 from axo.errors import Error, Mismatch
+from axo.settings import value_of
 
 
 def ask_for_launch_order() -> None:
@@ -60,6 +62,8 @@ class DeviceOptions:
             library lets kernels begin in the order of their launches (NCCL 2.26), else shared. Own streams without that
             order can deadlock.
         check: Compare every operation and its order between ranks before it runs; None: as AXO_CHECK says. Slow.
+        composed: (hosts, ranks of each, collective, least bytes): from so many bytes on, a collective of so many hosts
+            is composed of those inside hosts and those between them; None: as the file says that AXO_COMPOSITION names.
     """
 
     min_ctas: int = 0
@@ -71,10 +75,29 @@ class DeviceOptions:
     split_share: bool = False
     streams: str = "auto"
     check: bool | None = None
+    composed: tuple[tuple[int, int, str, int], ...] | None = None
 
     def for_core(self, timeout_ms: int, device: int) -> _C.DeviceOptions:
         fields = asdict(self) | {"check": -1 if self.check is None else int(self.check)}
+        fields["composed"] = _composed(value_of("AXO_COMPOSITION")) if self.composed is None else self.composed
         return _C.DeviceOptions("world", timeout_ms, device, *fields.values())
+
+
+def _composed(path: str) -> tuple[tuple[int, int, str, int], ...]:
+    """The rows of ``composed`` in a file of ``axo profile``; none without a file."""
+    import yaml
+
+    if not path:
+        return ()
+    try:
+        shapes = (yaml.safe_load(Path(path).read_text()) or {}).get("composed", {})
+        return tuple(
+            (int(hosts), int(local), str(collective), int(least))
+            for local, hosts, table in ((*shape.split("x"), table) for shape, table in shapes.items())
+            for collective, least in table.items()
+        )
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ValueError(f"AXO_COMPOSITION={path}: no file that axo profile wrote ({error}); give one") from None
 
 
 class DeviceWork(Work):
@@ -152,6 +175,11 @@ class DeviceCommunicator(Communicator):
     def library_version(self) -> int:
         """Of NCCL or RCCL: 23203 is 2.32.3."""
         return self._needed("library_version").library_version
+
+    @property
+    def composed(self) -> dict[str, int]:
+        """By collective: the least bytes from which it is composed of those inside hosts and those between them."""
+        return {} if self._core is None else self._core.composed
 
     @property
     def reserved_ctas(self) -> int:

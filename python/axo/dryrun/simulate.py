@@ -1,4 +1,4 @@
-"""A plan's step as the engine does it, against the clock: ``axo simulate``, and the picture of ``axo plan --html``.
+"""A plan's step as the engine does it, against the clock: ``axo simulate``.
 
     step = simulate(request.workload, best.grid, request.machine, best.run)
 

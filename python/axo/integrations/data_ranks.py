@@ -14,6 +14,7 @@ import contextlib
 import copy
 import functools
 import os
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -115,24 +116,45 @@ def sync_metrics(comms: Communicators) -> None:
     metric.gather_all_tensors = gather_of_data_ranks
 
 
+class _RankNumbers(threading.local):
+    """The (rank, ranks) that torch's default group tells this thread; None: its own."""
+
+    told: tuple[int, int] | None = None
+
+
+_numbers_here = _RankNumbers()
+_in_environment: list[dict[str, str]] = []  # RANK and WORLD_SIZE as they were, and of each block under way
+_torchs_default_group = distributed_c10d._get_default_group
+
+
+def _default_group() -> Any:
+    group: Any = _torchs_default_group()
+    return group if _numbers_here.told is None else _Group(group, *_numbers_here.told)
+
+
 @contextlib.contextmanager
 def rank_numbers(part: int, parts: int) -> Iterator[None]:
     """A block in which torch's default group, RANK and WORLD_SIZE say that this is rank ``part`` of ``parts``.
 
-    For datasets and samplers that cut themselves; workers that start inside of it inherit the numbers.
+    For datasets and samplers that cut themselves; workers that start inside of it inherit the numbers. Other threads
+    ask torch as before; the environment is one for all of them, and is as it was when the last has left.
     """
-    group, default = distributed_c10d.GroupMember.WORLD, distributed_c10d._get_default_group
-    numbers = {"RANK": str(part), "WORLD_SIZE": str(parts)}
-    before = {name: os.environ[name] for name in numbers if name in os.environ}
-    os.environ.update({name: numbers[name] for name in before})
-    if group is not None:
-        # What get_rank and get_world_size ask, under whatever name a program knows them.
-        distributed_c10d._get_default_group = lambda: _Group(group, part, parts)  # type: ignore[assignment, return-value]
+    names, before = ("RANK", "WORLD_SIZE"), _numbers_here.told
+    numbers = dict(zip(names, (str(part), str(parts)), strict=True))
+    # What get_rank and get_world_size ask, under whatever name a program knows them.
+    distributed_c10d._get_default_group = _default_group
+    _in_environment[:0] = [] if _in_environment else [{name: os.environ[name] for name in names if name in os.environ}]
+    _in_environment.append(numbers)
+    os.environ.update({name: numbers[name] for name in _in_environment[0]})
+    _numbers_here.told = part, parts
     try:
         yield
     finally:
-        distributed_c10d._get_default_group = default
-        os.environ.update(before)
+        _numbers_here.told = before
+        del _in_environment[next(i for i, each in enumerate(_in_environment) if each is numbers)]
+        os.environ.update({name: _in_environment[-1][name] for name in _in_environment[0]})
+        if len(_in_environment) == 1:
+            _in_environment.clear()
 
 
 class _Group:
@@ -175,6 +197,10 @@ class WholeStream(IterableDataset):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Of the stream itself, as a ``worker_init_fn`` that cuts it sets its bounds."""
+        super().__setattr__(name, value) if name == "dataset" else setattr(self.dataset, name, value)
+
 
 def uncut(loader: Any, comms: Communicators) -> Any:
     """A loader for accelerate, which cuts what it reads: a stream's rows are all of them, a DistributedSampler's too.
@@ -208,7 +234,7 @@ def cut_for_data_ranks(loader: Any, comms: Communicators, *, whole: bool = False
     dataset = loader.dataset
     sources = (sampler, batches, getattr(batches, "sampler", None), dataset, getattr(dataset, "_distributed", None))
     right = (1, 0) if whole else (comms.row_parts, comms.row_part)
-    for each, name in zip(sources, _rank_names(sources, comms), strict=True):
+    for each, name in zip(sources, _rank_names(sources, comms, whole), strict=True):
         parts = next((value for name in _PARTS if isinstance(value := getattr(each, name, None), int)), None)
         part = getattr(each, "rank", None)
         if name and comms.everyone.size in _numbers(each).values():
@@ -248,9 +274,9 @@ def _numbers(source: Any) -> dict[str, int]:
     return {name: value for name, value in getattr(source, "__dict__", {}).items() if type(value) is int}
 
 
-def _rank_names(sources: Sequence[Any], comms: Communicators) -> list[str | None]:
-    """For each source the name of a number that is the rank, on every rank; None where it has none."""
-    if comms.row_parts == comms.everyone.size:
+def _rank_names(sources: Sequence[Any], comms: Communicators, whole: bool) -> list[str | None]:
+    """For each source the name of a number that is the rank, on every rank; None where it has none, or may have one."""
+    if comms.row_parts == comms.everyone.size and not whole:
         return [None] * len(sources)
     keys = [
         {name: zlib.crc32(f"{place} {name}".encode()) % _SLOTS for name in _numbers(source)}

@@ -174,6 +174,7 @@ class GridAccelerator(Accelerator):
         if not is_parallel(model):
             model.to(self.device)
             axo.parallelize(model, self._axo_comms, **self._axo_options)
+            model.no_sync = _refuse_local_steps  # type: ignore[assignment]
             for part in model.modules():
                 if hasattr(part, "num_parameters"):  # transformers'
                     part.num_parameters = partial(_num_parameters, part)  # type: ignore[assignment]
@@ -262,6 +263,13 @@ class _DataRanks:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._state, name)
+
+
+def _refuse_local_steps() -> None:
+    raise axo.Refused(
+        "model.no_sync() (accelerate's LocalSGD): ranks hold parts of one model, so none takes steps by itself;"
+        " accelerator.accumulate(model), or axo.no_sync(model), adds gradients up"
+    )
 
 
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

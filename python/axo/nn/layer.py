@@ -26,7 +26,7 @@ from axo.matmul import cost, engine_cost
 from axo.nn import chain, torch_utils
 from axo.nn.generator import source_generator
 from axo.overlap.engine import Exchange
-from axo.placement import Placement, is_split
+from axo.placement import Placement, is_split, placement_of
 from axo.sharding import gather_features, unshard
 
 
@@ -100,6 +100,7 @@ class ParallelLayer(nn.Module):
 
         Raises:
             ValueError: It is not of the shard's shape, or stands in for one that is split (``weight_orig``).
+            Refused: It is another layer's, tied after the split.
         """
         of, _, kind = name.rpartition("_")
         if param is not None and kind in ("orig", "g", "v"):  # pruning, the old weight_norm and spectral_norm
@@ -113,6 +114,12 @@ class ParallelLayer(nn.Module):
                     f"{self.label()}: {name} of shape {tuple(param.shape)} must be this rank's shard, {shape};"
                     " axo.shard(whole, layer.placements[name]) cuts it"
                 )
+        tied = placement_of(param) if before is not None and param is not before else None
+        if tied is not None and not torch_utils.is_own(param, ("torch.", __name__)):
+            raise Refused(
+                f"{self.label()}: {name} is tied to a parameter of {tied.global_shape} that is split"
+                " already; tie them before axo.parallelize (on_grid, fabric.setup, Trainer.fit)"
+            )
         super().register_parameter(name, param)
         if before is not None and param is not None and not told:
             self._tag()

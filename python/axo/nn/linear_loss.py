@@ -164,7 +164,7 @@ def misfit(head: object) -> str:
         "stores its weight the other way round": type(linear)._matrix is not Linear._matrix,
         "has row blocks or split tokens": linear.out_blocks is not None or linear.scatters_tokens,
         "has a vocabulary over more than one axis": linear.matmul.out_axis != linear.out_axis,
-        "has hooks, which would see no logits": any(getattr(each, kind) for each in (head, linear) for kind in _HOOKS),
+        "has hooks, which would see no logits": any(getattr(each, kind) for each in {head, linear} for kind in _HOOKS),
     }
     return next((f"{linear.label()} {reason}" for reason, so in reasons.items() if so), "")
 

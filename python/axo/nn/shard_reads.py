@@ -45,7 +45,7 @@ def watch_first_passes(model: nn.Module, comms: Communicators) -> None:
 
     def before(module: nn.Module, inputs: Any) -> None:
         kind = TRAINING if torch.is_grad_enabled() else EVALUATION
-        looks = kind in kinds and not in_backward() and not _from(lambda name: name.startswith("torch._dynamo"))
+        looks = kind in kinds and not in_backward() and not caller(lambda name: name.startswith("torch._dynamo"))
         kinds.discard(kind)
         active.append(_ShardReads(module) if looks else None)
         if looks:
@@ -84,7 +84,7 @@ class _ShardReads(TorchFunctionMode):
     def _check(self, weight: nn.Parameter) -> None:
         """Raise unless Axo reads it, or the module whose own parameter it is, by themselves or through what autograd
         calls there (a hook that packs saved tensors)."""
-        reader = frame = _from(lambda name: not name.startswith("torch."))
+        reader = frame = caller(lambda name: not name.startswith("torch."))
         while frame is not None and frame.f_globals.get("__name__") != "torch.nn.modules.module":
             if frame.f_globals.get("__name__", "").partition(".")[0] in ("axo", "axo_kernels"):
                 return
@@ -124,7 +124,7 @@ def _refuse_around(parent: nn.Module, name: str, module: nn.Module | None) -> No
         return
     own = {id(parameter) for parameter in layer.parameters()}
     new = next((name for name, parameter in module.named_parameters() if id(parameter) not in own), None)
-    writer = _from(lambda name: not name.startswith("torch."))
+    writer = caller(lambda name: not name.startswith("torch."))
     if new is not None and writer is not None and writer.f_globals["__name__"].partition(".")[0] != "axo":
         raise Refused(
             f"{type(parent).__name__}.{name}: {type(module).__name__} has a parameter {new!r} that would be outside of"
@@ -133,12 +133,12 @@ def _refuse_around(parent: nn.Module, name: str, module: nn.Module | None) -> No
         )
 
 
-def _from(wanted: Callable[[str], bool]) -> FrameType | None:
-    """The nearest frame above this file's whose module's name is wanted."""
+def caller(wanted: Callable[[str], bool]) -> FrameType | None:
+    """The nearest frame above those that watch reads whose module's name is wanted."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name != __name__ and wanted(name):
+        if name not in (__name__, "axo.nn.torch_utils") and wanted(name):
             return frame
         frame = frame.f_back
     return None

@@ -4,12 +4,13 @@ docs/overlap.md has the table. They are functions of plain tensors, so what they
 the first layer on more than one rank is made: ``torch.nn.utils.clip_grad._get_total_norm`` (gradients and parameters of
 parallel layers are found by identity, all else goes to torch's own), ``convert_parameters._check_param_device``,
 ``parametrize.ParametrizationList.__init__``, ``init._calculate_fan_in_and_fan_out`` (of Xavier's and Kaiming's values),
-``init.orthogonal_``, ``eye_``, ``dirac_`` and ``sparse_``, ``torch.amp.GradScaler._unscale_grads_`` and
-``torch.Tensor.norm``. Pruning and the old norms of weights register parameters under other names, which the layers
-refuse (``refuse_derived``).
+``init.orthogonal_``, ``eye_``, ``dirac_`` and ``sparse_``, ``torch.amp.GradScaler._unscale_grads_``; functions that
+say something of all elements (``_OF_ALL``, ``torch.linalg``), which know a part by its address; elements of a parameter
+(``p[7]``), and ``p.data = whole``. Pruning and the old norms of weights register parameters under other names, which
+the layers refuse (``refuse_derived``).
 
-Not here: other methods of a parameter itself. ``p.std()`` is its shard's: methods of C have no place to look at it, and
-a subclass that knew better would cost every use.
+Not here: elements of ``p.data`` and ``p.detach()``, plain tensors whose ``shape`` is the part's, and what was computed
+from a part (``p.abs().mean()``). Only a subclass would know, and it would cost every use.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.compiler import is_compiling
+from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.nn.utils import clip_grad, convert_parameters, parametrize
 
 from axo.errors import Refused
+from axo.nn.shard_reads import caller
 from axo.optim.clip import total_norm
-from axo.placement import Placement, is_split, placement_of
+from axo.placement import Placement, chunk_bounds, is_split, placement_of
 
 
 class _TotalNorm:
@@ -35,6 +39,7 @@ class _TotalNorm:
     def __init__(self) -> None:
         self.torchs_own = clip_grad._get_total_norm
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.sizes: set[int] = set()  # in elements, of their parameters
 
     def __call__(
         self,
@@ -101,36 +106,116 @@ def _of_whole(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     return checked
 
 
-def _norm(
-    self: torch.Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    # A graph may be a loss's, in which a sum of sizes is right (axo.overlap.losses).
-    if dim is None and self.grad_fn is None and not (p == 1 and self.requires_grad and torch.is_grad_enabled()):
-        owner = _split_owner(self)
-        if owner is not None:
-            raise Refused(
-                f"norm: of a parameter, or its gradient, of which this rank holds {tuple(self.shape)} of"
-                f" {owner.placement.global_shape} it would be that of a part; torch.nn.utils.get_total_norm([p]), or"
-                " [p.grad], is the whole norm, axo.unshard(p, p.placement) the whole tensor. In a loss take a plain sum"
-                " over elements, whose gradients are right: instead of p.norm() ** 2 take p.square().sum()"
-            )
-    norm: torch.Tensor = _torchs_norm(self, p, dim, keepdim, dtype)
-    return norm
+def _refuse_of_part(home: Any, name: str, known: _TotalNorm) -> None:
+    """Let a function of ``home``, which says something of all elements, or of those along a dim, refuse a part."""
+    function, is_norm = getattr(home, name), "norm" in name
+    at = 2 if is_norm or name in ("quantile", "nanquantile", "topk", "kthvalue") else 1  # where a dim may stand
+    has_dim = is_norm or (home is not torch.linalg and name != "histc")
+
+    @functools.wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        tensor: Any = args[0] if args else options.get("input")
+        looks = type(tensor) in _PLAIN and not is_compiling()
+        if looks and tensor.grad_fn is None and tensor.numel() in known.sizes:
+            second = args[1] if len(args) > 1 else None
+            # A graph may be a loss's, in which a sum over elements is right (axo.overlap.losses).
+            of_loss = tensor.requires_grad and torch.is_grad_enabled()
+            if not isinstance(second, torch.Tensor) and not (
+                of_loss and (name == "sum" or (is_norm and options.get("p", options.get("ord", second)) == 1))
+            ):
+                dim = options.get("dim", args[at] if len(args) > at else None) if has_dim else None
+                _check_whole(name, tensor, dim)
+        return function(*args, **options)
+
+    of_tensor = home is torch.Tensor
+    checked.__module__, checked.__qualname__ = ("torch", f"Tensor.{name}") if of_tensor else (home.__name__, name)
+    if builtin := _find_builtin(function):  # TorchScript's name of it
+        _register_builtin(checked, builtin)
+    setattr(home, name, checked)
 
 
-def _split_owner(tensor: torch.Tensor) -> Any:
-    """The parameter whose memory, or whose gradient's, ``tensor`` has, where that is a part; else None."""
+def _check_whole(what: str, tensor: torch.Tensor, dim: Any) -> None:
+    """Refuse a part along ``dim``, which is of all dims by default."""
+    with torch._C.DisableTorchFunction():  # a first pass watches reads (axo.nn.shard_reads)
+        owner = _split_owner(tensor, dim)
+    if owner is not None and not is_own(owner):
+        raise Refused(
+            f"{what}: of {_held(owner)}, or of its gradient, it would be that of a part;"
+            " torch.nn.utils.get_total_norm([p]), or [p.grad], is the whole norm, axo.unshard(p, p.placement) the whole"
+            " tensor, p.clone() the part by itself. In a loss take a plain sum over elements, whose gradients are"
+            " right: instead of p.norm() ** 2 take p.square().sum()"
+        )
+
+
+def _split_owner(tensor: torch.Tensor, dim: Any) -> Any:
+    """The parameter whose memory, or whose gradient's, ``tensor`` has, where it is a part along ``dim``; else None."""
     layers: weakref.WeakSet[nn.Module] = clip_grad._get_total_norm.layers  # type: ignore[attr-defined]
     address = _address(tensor)
     for owner in (p for layer in layers for p in layer._parameters.values() if address and p is not None):
         for each in (owner, owner.grad):
             if each is not None and _address(each) == address and each.numel() == tensor.numel():
-                return owner if is_split(placement_of(owner)) or each.shape != owner.shape else None
+                placement = placement_of(owner)
+                if placement is None or dim is None or isinstance(dim, bool) or tensor.dim() != len(placement.splits):
+                    return owner if is_split(placement) or each.shape != owner.shape else None
+                dims, grid = dim if isinstance(dim, tuple | list) else (dim,), placement.communicators.grid
+                split = [any(grid.size(axis) > 1 for axis in axes) for axes in placement.splits]
+                return owner if not dims or any(split[one % len(split)] for one in dims) else None
     return None
 
 
+def _held(parameter: Any) -> str:
+    """``'weight' of Linear 'mlp.fc', of which this rank holds (8, 8) of (16, 8)``."""
+    layers: Any = clip_grad._get_total_norm.layers  # type: ignore[attr-defined]
+    owners = {id(p): (n, m) for m in layers for n, p in m._parameters.items()}
+    name, layer = owners.get(id(parameter), ("", None))
+    of = f"{name!r} of {getattr(layer, 'label', layer._get_name)()}" if layer else "a parameter"
+    return f"{of}, of which this rank holds {tuple(parameter.shape)} of {parameter.placement.global_shape}"
+
+
+def is_own(owner: object, passed: tuple[str, ...] = ("torch.",)) -> bool:
+    """Whether Axo or torch reads it, a module whose own it is, or an optimizer that takes shards.
+
+    ``passed``: how the names of modules begin that do so for others.
+    """
+    frame = caller(lambda name: not name.startswith(passed))
+    reader = None if frame is None else frame.f_locals.get("self")
+    return (
+        frame is None
+        or getattr(reader, "takes_shards", False) is True
+        or frame.f_globals.get("__name__", "").partition(".")[0] in ("axo", "axo_kernels", "torch")
+        or (isinstance(reader, nn.Module) and any(each is owner for each in reader._parameters.values()))
+    )
+
+
+def _refuse_elements(name: str) -> None:
+    """Let ``p[...]``, or its assignment, refuse a part of a parameter."""
+    function = getattr(torch.Tensor, name)
+
+    @functools.wraps(function)
+    def checked(self: nn.Parameter, index: Any, *value: Any) -> Any:
+        if "placement" in self.__dict__ and is_split(placement_of(self)) and not is_own(self, ()):
+            each = index if isinstance(index, tuple) else (index,)
+            if not all(one is None or one is ... or (isinstance(one, slice) and one == slice(None)) for one in each):
+                raise Refused(
+                    f"p[...]: of {_held(self)}, elements may be another rank's; axo.unshard(p, p.placement) is the"
+                    " whole tensor, p.copy_(axo.shard(whole, p.placement)) writes this rank's part of it"
+                )
+        return function(self, index, *value)
+
+    setattr(nn.Parameter, name, checked)
+
+
+def _set_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
+    split = is_split(placement_of(parameter)) and data.numel() and data.shape != parameter.shape
+    if split and not is_own(parameter):
+        raise Refused(
+            f"p.data = ...: shape {tuple(data.shape)} for {_held(parameter)}; axo.shard(whole, p.placement) cuts it"
+        )
+    _torchs_data.__set__(parameter, data)
+
+
 def _address(tensor: torch.Tensor) -> int:
-    has_one = type(tensor) in (torch.Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(tensor)
+    has_one = type(tensor) in _PLAIN and not is_functorch_wrapped_tensor(tensor)
     return tensor.data_ptr() if has_one else 0
 
 
@@ -154,7 +239,13 @@ def _unscale_grads_(self: Any, optimizer: Any, *args: Any) -> Any:
     return _torchs_unscale(self, optimizer, *args)
 
 
-_torchs_norm = torch.Tensor.norm
+# Of a part they are not the whole's, nor a share of it; a sum is where a loss takes it.
+_OF_ALL = (
+    "mean nanmean std var std_mean var_mean prod sum nansum max min amax amin aminmax argmax argmin median nanmedian"
+    " mode quantile nanquantile logsumexp norm count_nonzero histc topk kthvalue trace"
+).split()
+_PLAIN = (torch.Tensor, nn.Parameter)
+_torchs_data: Any = torch.Tensor.data
 _torchs_unscale: Any = torch.amp.GradScaler._unscale_grads_
 _torchs_check = convert_parameters._check_param_device
 _torchs_start: Any = parametrize.ParametrizationList.__init__
@@ -172,5 +263,18 @@ def know(layer: nn.Module) -> None:
             setattr(nn.init, name, _of_whole(getattr(nn.init, name), "rows and columns"))
         scaler: Any = torch.amp.GradScaler
         scaler._unscale_grads_ = _unscale_grads_
-        torch.Tensor.norm = functools.wraps(_torchs_norm)(_norm)  # type: ignore[method-assign]
+        algebra = [name for name, each in vars(torch.linalg).items() if name[0] != "_" and isinstance(each, type(len))]
+        for home, names in ((torch.Tensor, _OF_ALL), (torch, _OF_ALL), (torch.linalg, algebra)):
+            for name in (each for each in names if hasattr(home, each)):
+                _refuse_of_part(home, name, norm)
+        for name in ("__getitem__", "__setitem__"):
+            _refuse_elements(name)
+        nn.Parameter.data = property(lambda self: _torchs_data.__get__(self), _set_data)  # type: ignore[assignment]
     norm.layers.add(layer)
+    for parameter in layer._parameters.values():
+        placement = placement_of(parameter)
+        if placement is not None and parameter is not None and parameter.dim():  # and its rows of ZeRO-2's
+            dim, comms = placement.state_dim, placement.communicators
+            low, high = chunk_bounds(parameter.shape[dim], comms.grid.data, comms.coords.data)
+            row = parameter.numel() // max(parameter.shape[dim], 1)
+            norm.sizes |= {parameter.numel(), (high - low) * row}

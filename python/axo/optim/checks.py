@@ -114,12 +114,13 @@ class _StateChecks:
 
 def _around(optimizer: Optimizer) -> Iterator[Optimizer]:
     """Optimizers in whose steps this one's is, and of which torch's hooks know nothing: wrappers with no ``__init__``
-    of torch's. Those of frameworks hand a step on as it is."""
+    of torch's. Those of frameworks hand a step on as it is, and one without groups has no update of its own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
         framework = frame.f_globals.get("__name__", "").partition(".")[0] in _FRAMEWORKS
-        if isinstance(owner, Optimizer) and owner is not optimizer and not framework:
+        known = owner is optimizer or framework or not hasattr(owner, "param_groups")
+        if isinstance(owner, Optimizer) and not known:
             yield owner
         frame = frame.f_back
 

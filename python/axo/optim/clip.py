@@ -13,7 +13,7 @@ Semantics of ``torch.nn.utils.clip_grad_norm_``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 
 import torch
@@ -107,7 +107,7 @@ def total_norm(
     comms = comms or _communicators([parameter for parameter, _ in owned], caller)
     if comms is None:
         return torch.nn.utils.get_total_norm([tensor for _, tensor in owned], norm_type, error_if_nonfinite)
-    total = _local_total(list(_counted(owned, comms)), norm_type, comms.device)
+    total = _local_total(_counted(owned, comms), norm_type, comms.device)
     if comms.everyone.size > 1:
         reduced = _max if math.isinf(norm_type) else _sum
         total = reduced(torch.cat([total, *_witnesses(max_norm, reduced is _max, comms)]), comms)
@@ -135,9 +135,9 @@ def _communicators(parameters: Iterable[torch.Tensor], caller: str) -> Communica
     return comms
 
 
-def _counted(owned: Iterable[tuple[torch.Tensor, torch.Tensor]], comms: Communicators) -> Iterator[torch.Tensor]:
+def _counted(owned: Iterable[tuple[torch.Tensor, torch.Tensor]], comms: Communicators) -> list[torch.Tensor]:
     """What this rank counts: nothing where it is not the first holder, less rows that others count."""
-    is_first = not any(comms.coords)
+    counted, is_first = list[torch.Tensor](), not any(comms.coords)
     for parameter, tensor in owned:
         placement, grad = placement_of(parameter), tensor.detach()
         if placement is not None and grad.shape != parameter.shape:  # ZeRO-2 cuts it once more, over data
@@ -145,9 +145,10 @@ def _counted(owned: Iterable[tuple[torch.Tensor, torch.Tensor]], comms: Communic
         if not grad.numel() or not (is_first if placement is None else placement.is_first_holder(comms.coords)):
             continue
         if placement is None or (placement.counted and placement.copies is None):
-            yield grad
+            counted.append(grad)
         elif placement.counted:
-            yield from (grad[a:b] for a, b in placement.counted_rows())
+            counted += [grad[a:b] for a, b in placement.counted_rows()]
+    return counted
 
 
 def _local_total(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

@@ -188,7 +188,7 @@ class Buckets:
     def _capacity(self, kind: BucketKind, size: int) -> int:
         """Elements of the next bucket: what it took last time, else the size of the option."""
         dtype, _, reductions = kind
-        if not any(line.partition("/")[0] == "data" for line, _ in reductions):  # "data/experts" too
+        if not {"data", "data/experts"} & dict(reductions).keys():
             return size
         sizes = self._sizes.get(kind, [])
         number = sum(bucket.kind == kind for bucket in self._closed)

@@ -27,20 +27,7 @@ from axo.overlap.autograd import in_backward
 from axo.placement import is_split, placement_of
 
 # Functions whose value of a part is not the whole's, nor a share of it.
-_OF_WHOLE = {
-    "LinalgVectorNorm",
-    "Norm",
-    "ForeachNorm",
-    "Sqrt",
-    "Rsqrt",
-    "Pow",
-    "Max",
-    "Min",
-    "Amax",
-    "Amin",
-    "Var",
-    "Std",
-}
+_OF_WHOLE = set("LinalgVectorNorm Norm ForeachNorm Sqrt Rsqrt Pow Max Min Amax Amin Var Std".split())
 _PASSES = 16  # forward passes that are told apart; of older ones all nodes count as theirs
 _NODES = 2000  # that a loss may have
 _sequence_nr = torch._C._autograd._get_sequence_nr  # the number of the next node of this thread

@@ -254,7 +254,7 @@ _MAY_BE_ZERO = ("latency", "layer", "contention", "attention")
 _NUMBERS = {
     one.name: one.default is MISSING for one in fields(Machine) if one.type == "float" and one.name != "network"
 }
-_OTHERS = "name gpus_per_node intra_gbs cross_gbs gemms calibrated_on description sources profiled".split()
+_OTHERS = "name gpus_per_node intra_gbs cross_gbs gemms calibrated_on description sources profiled composed".split()
 
 
 @cache

@@ -1,17 +1,10 @@
-"""Plans and simulations as tables, JSON, CSV and one self-contained HTML page.
-
-One writer for each form. The page is what is printed, and the plots (PNG, base64); it loads nothing from the network.
-"""
+"""Plans and simulations as tables, sentences and JSON."""
 
 from __future__ import annotations
 
-import base64
-import csv
-import io
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from axo.grid import AXES
@@ -34,15 +27,6 @@ def text_columns(table: Table) -> list[bool]:
     """For each column of a table, whether it holds text, which is set to the left; numbers are set to the right."""
     header, rows = table
     return [any(row[i] and not _NUMBER.fullmatch(row[i]) for row in rows) for i in range(len(header))]
-
-
-def as_csv(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
-    """Return records as CSV; what a record lacks is left empty."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
 
 
 def candidate_json(plan: GridPlan, candidate: Candidate) -> dict[str, Any]:
@@ -109,25 +93,6 @@ def plan_json(plan: GridPlan, *, gpu_hour: float = 0.0) -> dict[str, Any]:
         ],
         "left_out": [candidate_json(plan, candidate) for candidate in plan.left_out],
     }
-
-
-_COLUMNS = (
-    "rank grid algorithm context x y z data step_s compute_s contention_s exposed_x_s exposed_y_s exposed_z_s"
-    " exposed_data_s hfu_percent mfu_percent days gpu_hours recompute recomputes zero sequence_parallel offload"
-    " micro_batches pipeline schedule cuts bubble_s cached_gathers memory_bytes command reason"
-).split()
-
-
-def plan_csv(plan: GridPlan) -> str:
-    """Return every grid as CSV, the fastest first, what is left out at the end."""
-
-    def row(number: int, one: Candidate) -> dict[str, Any]:
-        values = candidate_json(plan, one)
-        values |= {f"exposed_{axis}_s": seconds for axis, seconds in values.get("exposed_s", {}).items()}
-        values |= {axis: one.grid.size(axis) for axis in AXES} | {"rank": "" if one.time is None else number}
-        return values | {"memory_bytes": f"{one.memory.total:.0f}" if one.memory else ""}
-
-    return as_csv((row(number, one) for number, one in enumerate([*plan.ranked, *plan.left_out], 1)), _COLUMNS)
 
 
 def plan_table(plan: GridPlan, top: int) -> Table:
@@ -303,41 +268,3 @@ def simulation_table(simulation: Simulation) -> Table:
         if busy
     ]
     return ["stream", "busy s", "products wait s"], rows
-
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1d2430; background: #fff; max-width: 70rem; margin: 2rem auto;
-       padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-table { border-collapse: collapse; margin: .7rem 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #dde2ea; white-space: nowrap; }
-th { border-bottom: 2px solid #8893a5; } td:first-child, th:first-child, td.text, th.text { text-align: left; }
-td.text { white-space: normal; } img { max-width: 100%; } .wide { overflow-x: auto; } p { overflow-wrap: anywhere; }
-"""
-
-
-def page(title: str, parts: Sequence[Shown], pictures: Mapping[str, bytes]) -> str:
-    """Return one HTML page of what is printed: sentences, and tables with their titles; then the pictures (PNG)."""
-    body = "\n".join(_part(part) for part in parts if part)
-    for name, png in pictures.items():
-        source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-        body += f'\n<h2>{escape(name)}</h2>\n<img alt="{escape(name)}" src="{source}">'
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
-    )
-
-
-def _part(part: Shown) -> str:
-    if isinstance(part, str):
-        return f"<p>{escape(part)}</p>"
-    title, (header, rows) = part
-    texts = text_columns((header, rows))
-    lines = [
-        "".join(f"<{tag}{' class=text' * text}>{escape(value)}</{tag}>" for value, text in zip(row, texts, strict=True))
-        for tag, row in [("th", header), *(("td", row) for row in rows)]
-    ]
-    cells = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<h2>{escape(title)}</h2>\n<div class="wide"><table>\n{cells}\n</table></div>'

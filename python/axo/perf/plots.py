@@ -1,4 +1,4 @@
-"""Plots of a plan and a step, as PNG bytes. The only file here that needs matplotlib."""
+"""Pictures of a step, as PNG bytes. The only file here that needs matplotlib."""
 
 from __future__ import annotations
 
@@ -6,87 +6,16 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from axo.grid import AXES
 from axo.perf.chrome_trace import STREAMS, Span
 from axo.perf.pipeline_schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Timeline
-from axo.perf.planner import GridPlan
-from axo.perf.replay import Simulation
 
-COLORS = {
-    "products": "#3b6fb6",
-    "slowed": "#9dbbe0",
-    "x": "#d1495b",
-    "y": "#edae49",
-    "z": "#2e8b57",
-    "data": "#7b5ea7",
-    "optimizer": "#9aa3ad",
-    "compute": "#3b6fb6",
-}
-_PARTS = {
-    "products": COLORS["products"],
-    "computation": COLORS["products"],
-    "products slowed by hidden communication": COLORS["slowed"],
-    "communication that shows": COLORS["x"],
-    "optimizer": COLORS["optimizer"],
-    "stages that wait": "#c9ced6",
-    **{f"waiting for {axis}": COLORS[axis] for axis in AXES},
-}
+COLORS = {"compute": "#3b6fb6", "x": "#d1495b", "y": "#edae49", "z": "#2e8b57", "data": "#7b5ea7"}
 _PHASES = {"forward": "#3b6fb6", "backward": "#e08a3c", "product": "#5fc3d0", "dI": "#9a9a2e", "dW": "#8c5a44"}
 _LEGEND = {colour: phase for phase, colour in _PHASES.items()} | {"": "waiting"}
 _LEGEND |= {_PHASES["dI"]: "dI: gradients of inputs", _PHASES["dW"]: "dW: of weights"}
 _ACTIONS = {FORWARD: ("#3b6fb6", "#8fb3e0"), BACKWARD: ("#e08a3c", "#f2c08f"), INPUT: ("#5f9e6e", "#a8d3b2"),
             WEIGHT: ("#8c5a44", "#c39a87")}  # fmt: skip
 _MOST_BARS = 2000  # drawn one by one
-
-
-def plan_plots(plan: GridPlan, simulation: Simulation | None = None) -> dict[str, bytes]:
-    """Return the plots of a plan: rank against time, stacked breakdown; the streams of a simulated step."""
-    plots = {
-        "Step time of every grid, best first": png(_ranking(plan)),
-        "Where the time goes, best grids": png(_breakdown(plan)),
-    }
-    if simulation is not None:
-        plots["One simulated step"] = timeline(simulation.spans)
-    return plots
-
-
-def _ranking(plan: GridPlan) -> Any:
-    figure, axes = new_figure(8.5, 3.8)
-    times = [candidate.seconds for candidate in plan.ranked]
-    axes.plot(range(1, len(times) + 1), times, ".", ms=4, color=COLORS["products"])
-    axes.set(xlabel="rank of the grid", ylabel="predicted step time, s", yscale="log", xlim=(0, len(times) + 1))
-    plain_log(axes.yaxis)
-    label, arrow = f"{plan.best.grid}, {times[0]:.2f} s", {"arrowstyle": "->", "color": "#566173"}
-    axes.annotate(label, (1, times[0]), xytext=(14, 70), textcoords="offset points", arrowprops=arrow)
-    axes.set_title(f"{len(times)} grids fit, {len(plan.left_out)} do not", fontsize=10)
-    return figure
-
-
-def _breakdown(plan: GridPlan) -> Any:
-    best = plan.ranked[:15]
-    times = [candidate.time for candidate in best if candidate.time]
-    return bars([candidate.name for candidate in best], {
-        "products": [time.compute for time in times],
-        "products slowed by hidden communication": [time.contention for time in times],
-        **{f"waiting for {axis}": [time.exposed[axis] for time in times] for axis in AXES},
-        "optimizer": [time.optimizer for time in times],
-        "stages that wait": [time.bubble for time in times],
-    })  # fmt: skip
-
-
-def bars(names: list[str], parts: dict[str, list[float]]) -> Any:
-    """A bar for each name, put together from parts (seconds)."""
-    figure, axes = new_figure(8.5, 0.9 + 0.32 * len(names))
-    left = [0.0] * len(names)
-    for part, sizes in parts.items():
-        if max(sizes) > 0:
-            axes.barh(range(len(names)), sizes, left=left, color=_PARTS[part], label=part)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlabel="predicted step time, s")
-    figure.legend(fontsize=8, ncols=3, loc="outside lower center")
-    return figure
 
 
 def timeline(spans: list[Span], title: str = "") -> bytes:
@@ -174,14 +103,6 @@ def new_figure(width: float, height: float, rows: Sequence[int] = (1,)) -> tuple
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     return figure, *every
-
-
-def plain_log(axis: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def png(figure: Any) -> bytes:

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from axo.comm.connect import Communicators
 
 NO_LITGPT = "not measured: LitGPT is not installed (pip install 'axo[litgpt]'); 0 stands in"
-Connect = Callable[[Grid], "Communicators"]
+Connect = Callable[..., "Communicators"]
+COMPOSED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+_FASTER = 0.95  # of the library's own time, at most, for a composed collective to be worth its turns
 _TINY: dict[str, Any] = {
     "name": "tiny", "n_layer": 1, "n_embd": 64, "n_head": 4, "n_query_groups": 4, "intermediate_size": 64,
     "bias": False, "padded_vocab_size": 64, "block_size": 8, "norm_class_name": "RMSNorm",
@@ -133,6 +135,7 @@ def measure(
         "inter_gbs": inter,
         "intra_gbs": table or memory_gbs,
         **({"cross_gbs": cross} if cross else {}),
+        **({"composed": _composed(connect, ranks, node, message, repeats)} if cross and device == "cuda" else {}),
         "latency_intra_us": latency,
         "latency_inter_us": latency_inter if cross else latency,
         "layer_us": layer or 0.0,
@@ -210,6 +213,35 @@ def _all_reduce(comms: Communicators, size: int, message: int, repeats: int) -> 
     seconds = min(_timed(comms, repeats, lambda: all_rings(large)))
     start = min(_timed(comms, 10 * repeats, lambda: all_rings(tiny)))  # else a busy moment doubles GB/s
     return round(2 * (size - 1) / size * large.numel() * 4 / max(seconds - start, seconds / 2) / 1e9, 4)
+
+
+def _composed(connect: Connect, ranks: int, node: int, message: int, repeats: int) -> dict[str, dict[str, int]]:
+    """From how many bytes on each collective over all hosts is faster composed of those inside them and between them.
+
+    From a message of ``message`` bytes down by fours, for as long as it is; so never where the library's own is faster.
+    """
+    import torch
+
+    from axo.comm.device import DeviceOptions
+
+    rows = tuple((ranks // node, node, collective, 0) for collective in COMPOSED)
+    plain, composed = (connect(Grid(data=ranks), device_options=DeviceOptions(composed=of)) for of in ((), rows))
+    least: dict[str, int] = {}
+    try:
+        for collective in COMPOSED:
+            count = max(message // 4 // ranks, 1) * ranks
+            while count >= ranks:
+                tensor = torch.ones(count // ranks if collective == "all_gather" else count, device=plain.device)
+                ways = (getattr(comms.world, collective) for comms in (plain, composed))
+                own, other = (min(_timed(plain, repeats, partial(way, tensor))) for way in ways)
+                if other > _FASTER * own:
+                    break
+                least[collective] = 4 * count
+                count = count // 4 // ranks * ranks
+    finally:
+        composed.close()
+        plain.close()
+    return {f"{node}x{ranks // node}": least}
 
 
 def _all_have_litgpt(world: Communicators) -> bool:

@@ -71,6 +71,14 @@ class RankCopies:
         times = {"noticed": self._state.noticed, "seconds": self._state.seconds}
         return {"kind": self._state.event, "start": self._start} | times
 
+    def settle(self, done: int) -> None:
+        """Before ``done`` steps count: the copy that was begun before the last of them is whole.
+
+        So no more than ``copy_every`` of the steps that count are ever lost.
+        """
+        if done % self._config.copy_every == 1 % self._config.copy_every:
+            self.wait()
+
     def after(self, done: int) -> bool:
         """After ``done`` steps, if it is time: begin a copy. Returns whether these ranks end here.
 

@@ -251,39 +251,46 @@ class Batches:
                 f"batch-size={batch_size}; give at least {batch_size * seq_len + 1} tokens, or reduce one of the two"
             )
 
-    def window(self, step: int, row: int) -> int:
-        """Which window row ``row`` of the global batch of ``step`` is."""
-        epoch, index = divmod(step * self._batch_size + row, self.windows)
-        return permute(index, self.windows, key=_mix(self._seed * 0x9E3779B97F4A7C15 + epoch))
+    def windows_of(self, step: int, rows: range) -> np.ndarray:
+        """Which windows these rows of the global batch of ``step`` are, int64 ``(rows,)``."""
+        numbers = step * self._batch_size + np.arange(rows.start, rows.stop)
+        epochs, indices = np.divmod(numbers, self.windows)
+        keys = _mix(np.uint64(self._seed * 0x9E3779B97F4A7C15 & _MASK64) + epochs.astype(np.uint64))
+        return permute(indices, self.windows, key=keys)
 
     def read(self, step: int, rows: range) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int64 ``(rows, seq_len)`` each."""
-        starts = [self.window(step, row) * self._seq_len for row in rows]
+        starts = (self.windows_of(step, rows) * self._seq_len).tolist()
         tokens = np.stack([self._corpus.read(start, self._seq_len + 1) for start in starts])
         return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 
-def permute(index: int, size: int, *, key: int) -> int:
-    """Where a permutation of ``[0, size)``, chosen by ``key``, sends ``index``.
+def permute(indices: np.ndarray, size: int, *, key: np.ndarray | int) -> np.ndarray:
+    """Where a permutation of ``[0, size)``, chosen by ``key``, sends each of ``indices``: int64 ``(n,)`` -> the same.
 
     Four Feistel rounds over the next even power of two, walked until the value falls inside (at most 4 times as large,
     so fewer than 4 walks on average).
+
+    Args:
+        indices: Below ``size``.
+        size: Of the set.
+        key: 64 bits, for all of them or for each, uint64 ``(n,)``.
     """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    value = index
-    while True:
-        left, right = value >> half, value & mask
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask, keys = (np.uint64(1) << half) - np.uint64(1), np.asarray(key, np.uint64)
+    values, outside = indices.astype(np.uint64), np.ones(len(indices), dtype=bool)
+    while outside.any():
+        left, right = values >> half, values & mask
         for turn in range(4):
-            left, right = right, left ^ (_mix(key ^ (right << 8) ^ turn) & mask)
-        value = left << half | right
-        if value < size:
-            return value
+            left, right = right, left ^ (_mix(keys ^ (right << np.uint64(8)) ^ np.uint64(turn)) & mask)
+        values = np.where(outside, left << half | right, values)
+        outside = values >= size
+    return values.astype(np.int64)
 
 
-def _mix(value: int) -> int:
-    """splitmix64's finalizer: 64 bits in, 64 well-mixed bits out."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK64
-    return value ^ value >> 31
+def _mix(values: np.ndarray) -> np.ndarray:
+    """splitmix64's finalizer: 64 bits in, 64 well-mixed bits out; uint64, whose products wrap."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)

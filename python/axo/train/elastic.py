@@ -8,8 +8,8 @@ grid.
     new ranks     connect, load the newest copy onto their grid (``axo.checkpoint``), and go on
 
 The launcher owns the folder, so it outlives every rank; when the launcher has been killed, the next one removes it. A
-death costs the steps since the newest complete copy, which is written while the next steps run: ``copy_every``, and
-those that it takes to write one. A number that is told costs none. Batch, order of the data and schedule are the run's,
+death costs at most ``copy_every`` steps: a copy is written while the next step runs, which counts once it is whole. A
+number that is told costs none. Batch, order of the data and schedule are the run's,
 whatever the grid: the losses are those of a run that nothing happened to.
 
 With ``--hosts`` each host has a launcher and a folder of its own, in which copies of another host's shards lie, too

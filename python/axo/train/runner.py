@@ -184,6 +184,8 @@ def _train(
     with display or nullcontext(), termination or nullcontext():
         for index in range(start, config.steps):
             step = trainer.step(index) if index != traced else _traced_step(trainer, index)
+            if checkpoints.copies:
+                checkpoints.copies.settle(index + 1)
             losses.append(step.loss)
             ends = index + 1 == config.steps
             if log and display and (slow := log.watch(step)):

@@ -249,12 +249,10 @@ def test_goldfish_masks_training_and_not_validation():
         (["evaluate", "folder", "--tasks", "a", "--batch_size", "auto", "--grid", "2x1x1x1"], "--batch_size auto is"),
         (["generate_adapter", ".", "--adapter_path", "no/such"], "--adapter_path no/such does not exist"),
         (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
-        (
-            ["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--elastic", "1:2", "--max-restarts", "1"],
-            "--elastic goes on by itself, from memory; leave --max-restarts out",
-        ),
+        (["pretrain", "pythia-14m", "--elastic", "1:2", "--max-restarts", "1"], "memory; leave --max-restarts out"),
         (["finetune_full", ".", "--elastic", "1:2"], "--elastic is of pretrain, not of finetune_full"),
         (["pretrain", "pythia-14m", "--copy-every", "3"], "--copy-every is of --elastic MIN:MAX; add that"),
+        (["pretrain", "pythia-14m", "--hosts", "a,b"], "--hosts is of --elastic MIN:MAX; add that, or leave it out"),
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
         (["generate_full", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "bnb.nf4 runs on one device only"),
         (

@@ -83,6 +83,14 @@ def test_a_split_operation_is_one_product_a_chunk(rank):
         )
         torch.testing.assert_close(out, SIZE * (tall.T @ y)[:rows])  # the simulation keeps the first block
         assert (products, collectives, copied) == (CHUNKS, CHUNKS, 0), layout
+    wide = torch.randn((300, k), generator=generator)
+    flat = tall.T.contiguous()
+    for layout, a, b in (("TN", tall, wide.T), ("NN", flat, wide.T), ("NT", flat, wide)):
+        out, products, collectives, copied = counted(
+            rank, lambda comm, a=a, b=b, layout=layout: run_reduce_scatter(a, b, comm, layout, way)
+        )
+        torch.testing.assert_close(out, SIZE * (flat @ wide.T)[:rows])
+        assert (products, collectives, copied) == (CHUNKS, CHUNKS, out.nbytes), "columns, each copied once"
     sides = (rank > 0) + (rank < SIZE - 1)
     for given in (None, bias):
         added = 0 if given is None else given
@@ -182,6 +190,8 @@ def launches(monkeypatch, operation, strategy, chunks, rank, size=4, keep=True):
     windows = "windows" in strategy
     way = FusedPlan(strategy.split()[0], chunks, windows=windows)
     x, w = torch.ones(512, 16), torch.ones(256, 16)
+    if operation == "wide reduce_scatter":
+        x, w = torch.ones(256, 256), torch.ones(4096, 256)
 
     def once():
         if operation == "all_gather":
@@ -211,6 +221,7 @@ def launches(monkeypatch, operation, strategy, chunks, rank, size=4, keep=True):
         ("all_reduce", "push", lambda c, sides: 3),
         ("all_reduce", "split", lambda c, sides: 2 * c),
         ("reduce_scatter", "split", lambda c, sides: 2 * c),
+        ("wide reduce_scatter", "split", lambda c, sides: 3 * c),
         ("all_reduce", "signal", lambda c, sides: 1 + 2 * c),
         ("reduce_scatter", "signal", lambda c, sides: 1 + 2 * c),
         ("all_gather", "signal", lambda c, sides: 2 + 2 * c),

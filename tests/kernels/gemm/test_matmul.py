@@ -548,7 +548,7 @@ def test_sizes_that_overflow(interpreter):
     interpreter.run(check_offsets_that_overflow)
 
 
-def check_prepared(layout):
+def check_prepared(layout, pieces):
     """What the first launch has prepared serves other tensors of the same shapes and strides, and no others."""
     from axo_kernels.tune import runners
     from axo_kernels.tune.choice import Choice
@@ -556,7 +556,7 @@ def check_prepared(layout):
     begun, begin = [], runners.triton_matmul
     runners.triton_matmul = lambda *given: (begun.append(given), begin(*given))[1]
     try:
-        run = runners.runner(Choice("triton", layout, DESCRIPTORS), layout)
+        run = runners.runner(Choice("triton", layout, replace(DESCRIPTORS, split_k=pieces)), layout)
 
         def right(a, b, **more):
             expected = matmul_reference(a, b, layout) + (more["bias"].double() if "bias" in more else 0)
@@ -567,7 +567,7 @@ def check_prepared(layout):
         out, bias = torch.empty(40, 48, dtype=torch.float16), torch.randn(48).half()
         assert [right(*pair) for pair in pairs] == [1, 1, 1, 1]
         (prepared,) = run._prepared.values()
-        assert prepared.options["BLOCK_N"] == DESCRIPTORS.block_n, "the tile that was chosen, in TN too"
+        assert prepared.multiply.options["BLOCK_N"] == DESCRIPTORS.block_n, "the tile that was chosen, in TN too"
         assert [right(*pair, out=out) for pair in pairs] == [2, 2, 2, 2]
         assert [right(*pair, out=out, bias=bias) for pair in pairs] == [3, 3, 3, 3]
         assert right(*pairs[0], out=torch.empty(40, 64, dtype=torch.float16)[:, :48]) == 4, "strides of its own"
@@ -591,6 +591,6 @@ def check_prepared(layout):
         runners.triton_matmul = begin
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_launch_is_prepared_once(interpreter, layout):
-    interpreter.run(check_prepared, layout)
+@pytest.mark.parametrize("layout, pieces", [*((layout, 1) for layout in LAYOUTS), ("NT", 2)])
+def test_a_launch_is_prepared_once(interpreter, layout, pieces):
+    interpreter.run(check_prepared, layout, pieces)

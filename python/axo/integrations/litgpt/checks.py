@@ -66,7 +66,7 @@ def read(name: str, arguments: list[str], *, asked: bool) -> Parsed | None:
         parsed = parsing.parse(name, PARALLEL[name].load(), arguments)
         if not asked and replace(parsed.own, trust=False) == Options() and parsed.litgpt.get("quantize") is not None:
             return None
-        _check(name, parsed, Rank.from_environment())
+        _check(name, parsed, None if parsed.own.hosts else Rank.from_environment())
     finally:
         gc.enable()
     return parsed

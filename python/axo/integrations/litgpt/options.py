@@ -57,6 +57,8 @@ class Options:
     """MIN:MAX, of pretrain: go on with fewer ranks when one dies, and with as many as OUT_DIR/ranks says."""
     copy_every: int = 10
     """With --elastic: steps between copies of the state in memory; default: 10."""
+    hosts: str = ""
+    """With --elastic: HOST[:PORT],... of all hosts, on each of which this command is typed."""
     goldfish: tuple[int, int] | None = None
     """K,H: leave one of K tokens out of the training loss, chosen by the H tokens before it."""
     pipeline: int = 1
@@ -104,6 +106,8 @@ class Options:
                 )
         if self.copy_every != Options.copy_every and not self.elastic:
             raise ValueError("litgpt: --copy-every is of --elastic MIN:MAX; add that, or leave it out")
+        if self.hosts and not self.elastic:
+            raise ValueError("litgpt: --hosts is of --elastic MIN:MAX; add that, or leave it out")
         if self.elastic and self.max_restarts:
             raise ValueError("litgpt: --elastic goes on by itself, from memory; leave --max-restarts out")
         check_kind("litgpt", self.context_kind)

@@ -26,7 +26,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from lightning import fabric
 from lightning.fabric import Fabric
 from litgpt.model import LLaMAMoE
 from torch import nn
@@ -167,6 +169,7 @@ class LitGPTRun:
         if self.copies is None or done == self._done:
             return False
         self._done = done
+        self.copies.settle(done)
         if line := self.copies.first_step(done):
             parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in line["seconds"].items())
             self.fabric.print(f"axo litgpt: {line['kind']} from step {line['start']}: {parts}")
@@ -486,11 +489,27 @@ ELSEWHERE = {
 _REPLACED = [name for name, method in vars(LitGPTRun).items() if inspect.isfunction(method) and name[0] != "_"]
 
 
+class _Barrier(fabric.utilities.distributed._InfiniteBarrier):
+    """Lightning's makes a group of Gloo's, which asks for the hostname's address, knows no secret, and waits for a host
+    that is lost."""
+
+    group: Any
+    barrier: Any
+
+    def __enter__(self) -> _Barrier:
+        if dist.is_initialized():
+            self.group = dist.new_group(timeout=timedelta(days=1000), backend="axo")
+            self.barrier = functools.partial(dist.barrier, self.group)
+        return self
+
+
 @contextlib.contextmanager
 def patched(run: LitGPTRun) -> Iterator[None]:
     """Replace the names that ``run.module`` has, and litgpt.api's where it uses that, while the body runs."""
     modules = [run.module, *([sys.modules["litgpt.api"]] if hasattr(run.module, "LLM") else [])]
     named: Any = [(module, name, getattr(module, name, None)) for name in _REPLACED for module in modules]
+    of_fabric: Any = fabric.fabric
+    barrier, of_fabric._InfiniteBarrier = of_fabric._InfiniteBarrier, _Barrier
     stock = [each for each in named if callable(each[-1])]  # pretrain's pprint is the module
     for module, name, function in stock:
         replacement = functools.partial(getattr(run, name), function)
@@ -498,6 +517,7 @@ def patched(run: LitGPTRun) -> Iterator[None]:
     try:
         yield
     finally:
+        of_fabric._InfiniteBarrier = barrier
         for module, name, function in stock:
             setattr(module, name, function)
         for logger in getattr(run.fabric, "_loggers", ()):

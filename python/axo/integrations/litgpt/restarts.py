@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -40,7 +40,8 @@ def start(parsed: Parsed) -> None:
         ValueError: Another run has the folder, or the command ended with an exit code.
         RankFailed: A local rank failed.
     """
-    command, options, rank = PARALLEL[parsed.command], parsed.own, Rank.from_environment()
+    command, options = PARALLEL[parsed.command], parsed.own
+    rank = None if options.hosts else Rank.from_environment()
     launch = Launch(rank if command.trains else None)
     from axo.integrations.litgpt import rank as of_rank
 
@@ -49,9 +50,9 @@ def start(parsed: Parsed) -> None:
     gc.freeze()  # a forked rank that looks through what was imported copies every page that it looks at
     atexit.register(gc.unfreeze)  # else Triton's modules report all of theirs as leaked when the program ends
     with ExitStack() as stack:
-        if command.trains and (rank is None or rank.rank == 0) and parsed.values.get("model_name") != "list":
-            how = {"again": launch.again, "allow_new_data": options.allow_new_data}
-            stack.enter_context(run_folder.hold(parsed.values, parsed.as_yaml, resumes=command.resumes, **how))
+        holds = command.trains and (rank is None or rank.rank == 0) and parsed.values.get("model_name") != "list"
+        if holds and not options.hosts:  # else the host does that has rank 0
+            stack.enter_context(_hold(parsed, launch.again))
             launch.begin()
         given = parsed.command, options, partial(of_rank.start, parsed), parsed.as_yaml(), rank is None
         if rank is not None:
@@ -66,15 +67,21 @@ def start(parsed: Parsed) -> None:
         run(of_rank.run, options.ranks_in_all, *given, max_restarts=times, terminate=ends)
 
 
+def _hold(parsed: Parsed, again: bool) -> run_folder.Run:
+    how = {"again": again, "allow_new_data": parsed.own.allow_new_data}
+    return run_folder.hold(parsed.values, parsed.as_yaml, resumes=PARALLEL[parsed.command].resumes, **how)
+
+
 @dataclass(frozen=True)
 class _ElasticRun(TrainConfig):
-    """What ``axo.train.elastic`` asks of a run of litgpt's: ranks, grid, folder."""
+    """What ``axo.train.elastic`` asks of a run of litgpt's: ranks, grid, folder; and what all hosts must have alike."""
 
     owner: ClassVar[str] = "litgpt"
+    hyperparameters: str = ""
 
 
 def _run_elastic(parsed: Parsed) -> None:
-    """As ``axo train --elastic`` on one host; the global batch is LitGPT's, of which data ranks accumulate their parts.
+    """As ``axo train --elastic``; the global batch is LitGPT's, of which data ranks accumulate their parts.
 
     Raises:
         ValueError: Not what ``--elastic`` can be.
@@ -85,18 +92,22 @@ def _run_elastic(parsed: Parsed) -> None:
     options, model = parsed.own, parsed.model
     config = _ElasticRun(
         grid=options.chosen_grid, pipeline=options.pipeline, elastic=options.elastic, copy_every=options.copy_every,
-        out=str(run_folder.out_folder(parsed.values["out_dir"])),
+        out=str(run_folder.out_folder(parsed.values["out_dir"])), hosts=options.hosts or None,
+        hyperparameters=parsed.as_yaml(),
     )  # fmt: skip
 
     def asked(run: TrainConfig) -> Options:
-        return replace(options, grid=run.grid, ranks=0, machine="", elastic="", copy_every=Options.copy_every)
+        usual: dict[str, Any] = {"elastic": "", "hosts": "", "copy_every": Options.copy_every}
+        return replace(options, grid=run.grid, ranks=0, machine="", **usual)
 
     def start(launches: elastic.Launches, copies: elastic.StateCopies) -> int:
         own = asked(launches.config)
         parsed.litgpt.devices = parsed.values["devices"] = own.data_ranks
         begin = partial(of_rank.start, parsed, copy=launches.config.resume)
         given = parsed.command, own, begin, parsed.as_yaml(), True, int(copies.event != ""), (launches.config, copies)
-        return launch_local(of_rank.run, launches.ranks, *given, terminate=True, noted=copies.signals)
+        part = launches.part
+        with _hold(parsed, copies.event != "") if part is not None and part.first == 0 else nullcontext():
+            return launch_local(of_rank.run, launches.ranks, *given, terminate=True, noted=copies.signals, part=part)
 
     on_ranks = partial(elastic.nearest, config, check=lambda run: checks.check_grid(parsed, asked(run)))
     element = 2 if parsed.values["precision"] == "bf16-true" else 4

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from litgpt.data import DataModule
 from torch.utils.data import DataLoader, Dataset
@@ -138,6 +139,6 @@ class Windows(Dataset):
         if not 0 <= index < len(self._part):
             raise IndexError(f"LocalText: there is no sample {index}; there are {len(self._part)}")
         if self._seed is not None:
-            key = (self._seed << 32) ^ (self._epoch * 0x9E3779B97F4A7C15)
-            index = data.permute(index, len(self._part), key=key)
+            key = ((self._seed << 32) ^ (self._epoch * 0x9E3779B97F4A7C15)) % 2**64
+            index = int(data.permute(np.array([index]), len(self._part), key=key)[0])
         return torch.from_numpy(self._corpus.read(self._part[index] * self._seq_len, self._seq_len + 1))

@@ -69,6 +69,8 @@ class StackedExperts(ParallelLayer):
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
         """The weighted sum of what the chosen experts give of each row: (rows, h) -> (rows, h)."""
+        if hidden_states.dtype is not self.down_proj.dtype:
+            self._check_dtype(hidden_states, self.down_proj)
         rows = cut_features(hidden_states, self.comms, "y", self._hidden)
         weights = sum_gradient(top_k_weights, self.comms.y, self.label())
         return gather_features(self.spread_experts(rows, weights, top_k_index), self.comms, "y", self._hidden)
