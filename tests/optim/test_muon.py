@@ -203,7 +203,7 @@ ADAMW = {"betas": (0.9, 0.95), "lr": 1e-2}
 MUON = {"lr": 1e-2, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 
 
-MIXTURE = LLAMA | {"mlp_class_name": "LLaMAMoE", "n_expert": 5, "n_expert_per_token": 2, "moe_intermediate_size": 48}
+MIXTURE = LLAMA | {"mlp_class_name": "LLaMAMoE", "n_expert": 6, "n_expert_per_token": 2, "moe_intermediate_size": 48}
 
 
 @functools.cache
@@ -253,24 +253,27 @@ def train(comms: Any, model: Any, optimizer: axo.optim.Muon, steps: range) -> li
     return losses
 
 
-def trained(grid: str, *options: Any) -> list[float]:
-    comms = axo.connect(grid)
+def trained(grid: str, experts: int, *options: Any) -> list[float]:
+    comms = axo.connect(grid, experts=experts)
     return train(comms, *build(comms, *options), range(20))
 
 
 @pytest.mark.parametrize(
-    ("grid", "method", "zero", "sizes"),
+    ("grid", "experts", "method", "zero", "sizes"),
     [
-        ("2x2x2x1", "auto", 0, LLAMA),
-        ("2x1x1x2", "owned", 2, LLAMA),
-        ("1x1x2x2", "gathered", 1, LLAMA),
-        ("2x1x2x1", "auto", 0, MIXTURE),
+        ("2x2x2x1", 1, "auto", 0, LLAMA),
+        ("2x1x1x2", 1, "owned", 2, LLAMA),
+        ("1x1x2x2", 1, "gathered", 1, LLAMA),
+        ("2x1x2x1", 1, "auto", 0, MIXTURE),
+        ("2x1x2x1", 2, "auto", 0, MIXTURE),
+        ("1x1x2x2", 2, "gathered", 1, MIXTURE),
+        ("1x1x1x2", 2, "auto", 0, MIXTURE),
     ],
 )
-def test_twenty_losses_equal_serial(grid: str, method: str, zero: int, sizes: dict[str, Any]) -> None:
+def test_twenty_losses_equal_serial(grid: str, experts: int, method: str, zero: int, sizes: dict[str, Any]) -> None:
     expected = serial_losses(20, sizes is MIXTURE)
     assert expected[-1] < expected[0] - 1
-    for losses in run_ranks(trained, axo.Grid.parse(grid).world_size, grid, method, zero, sizes, timeout=120):
+    for losses in run_ranks(trained, axo.Grid.parse(grid).world_size, grid, experts, method, zero, sizes, timeout=120):
         assert losses == pytest.approx(expected, abs=1e-4)
 
 

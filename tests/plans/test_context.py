@@ -193,6 +193,43 @@ def test_hugging_face_equals_its_own():
     run_ranks(hugging_face, 8, cases, preload=("transformers",))
 
 
+def packed_training(grid=None, context=1):
+    """Losses of 20 AdamW steps on documents of other tokens each, cut by work; without a grid: transformers' own."""
+    import transformers
+
+    config = transformers.Qwen3Config(**HF)
+    torch.manual_seed(1000)
+    model, comms = transformers.Qwen3ForCausalLM(config).train(), None
+    place = packed_positions()
+    if grid is not None:
+        comms = axo.connect(grid, context=context)
+        axo.parallelize(model, comms, plan="auto", context="ring")
+    else:
+        documents = (place == 0).cumsum(1)
+        seen = (documents[:, :, None] == documents[:, None]) & torch.ones(TOKENS, TOKENS).bool().tril()
+        mask = torch.zeros(ROWS, 1, TOKENS, TOKENS).masked_fill(~seen[:, None], -1e30)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    for step in range(20):
+        ids = (torch.arange(TOKENS) * 3 + torch.arange(ROWS)[:, None] + step) % 61
+        batch = {"input_ids": ids, "labels": ids, "position_ids": place}
+        if comms is None:
+            loss = model(**batch, attention_mask=mask, use_cache=False).loss
+        else:
+            loss = model(**axo.shard_batch(batch, comms, positions=place)).loss
+        loss.backward()
+        losses.append(loss.item() if comms is None else mean_over_data_ranks(comms, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_twenty_steps_of_packed_documents_equal_transformers():
+    expected = run_ranks(packed_training, 1, preload=("transformers",))[0]
+    for losses in run_ranks(packed_training, 8, "2x1x2x2", 2, preload=("transformers",)):
+        assert losses == pytest.approx(expected, abs=1e-4)
+    assert expected[-1] < expected[0] - 1
+
+
 def mistakes():
     import transformers
 
@@ -242,6 +279,8 @@ def mistakes():
         mask[0, 0] = 0
     with pytest.raises(axo.Refused, match="an attention_mask that hides tokens"):
         model(ids, mask)
+    with pytest.raises(axo.Refused, match="an attention_mask that hides tokens"):  # or any other than a mask of tokens
+        model(ids, torch.ones(2, 1, 8, 8, dtype=torch.bool))
     with pytest.raises(axo.Refused, match="cu_seq_lens_q is not supported"):
         model(ids, cu_seq_lens_q=torch.tensor([0, 8]))
     with pytest.raises(axo.Refused, match="logits_to_keep is not supported"):

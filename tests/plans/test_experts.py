@@ -248,8 +248,11 @@ def refusals():
     model = axo.parallelize(GPT(Config(**CASES["olmoe"])), comms)
     with pytest.raises(ValueError, match="a model with experts over 2 ranks cannot move in memory"):
         axo.regrid(model, None, "2x1x1x1")
-    with pytest.raises(axo.Refused, match="Muon: experts that lie on several ranks"):
-        axo.optim.Muon(axo.optim.muon_groups(model))
+    with pytest.raises(axo.Refused, match=r"'distributed' and a matrix .* or some have none"):
+        weight = model.transformer.h[0].mlp.experts[0].fc_1.weight
+        weight.grad = torch.zeros_like(weight)
+        axo.optim.Muon([weight], method="distributed").step()
+    weight.grad = None
     with pytest.raises(axo.Refused, match=r"axo.connect\(experts=...\) is trained by a loop of your own"):
         refuse_context(model)
     with pytest.raises(ValueError, match="a weight of an expert that some ranks hold is not a DTensor"):

@@ -44,7 +44,7 @@ from axo.errors import Refused
 from axo.grid import Coords, Grid
 from axo.optim import newton_schulz
 from axo.optim.newton_schulz import FIRST, Cost
-from axo.perf.flops import newton_schulz_flops
+from axo.perf.flops import newton_schulz_bytes, newton_schulz_flops
 from axo.placement import Placement, placement_of
 from axo.sharding import unshard
 
@@ -113,7 +113,7 @@ class Muon(Optimizer):
 
         Raises:
             ValueError: A parameter of Muon is no matrix.
-            Refused: It is of an expert that some of the data ranks alone hold.
+            Refused: It is of all experts of a mixture.
         """
         by_muon = check.one_of("Muon: use_muon", param_group.get("use_muon", True), (True, False))
         super().add_param_group(param_group if by_muon else _OF_ADAMW | param_group)
@@ -132,12 +132,9 @@ class Muon(Optimizer):
                     " groups)"
                 )
             placement = placement_of(parameter)
-            if placement is not None and (placement.holders is not None or placement.stack is not None):
+            if placement is not None and placement.stack is not None:
                 self.param_groups.pop()
-                raise Refused(
-                    "Muon: experts that lie on several ranks (axo.connect(experts=...)), or in one tensor, are not"
-                    " supported"
-                )
+                raise Refused("Muon: experts in one tensor are not supported")
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the same options; torch's own leaves out what it does not know."""
@@ -298,7 +295,7 @@ def _owned_cost(placements: list[Placement], grid: Grid, steps: int, itemsize: i
             if owner == me:
                 back = _others(placements[number], grid, ranks, me)
                 flops += newton_schulz_flops(shape, steps)
-                memory = max(memory, newton_schulz.whole_memory(shape, itemsize))
+                memory = max(memory, newton_schulz_bytes(shape, itemsize))
             else:
                 there += own
         elements += there + back
@@ -390,13 +387,15 @@ class _MatrixUpdates:
         large: list[tuple[_Matrix, Placement]] = []
         fitting: list[tuple[_Matrix, Placement]] = []
         for matrix, placement in alike:
-            if self.method == "distributed" and placement.copies:
+            uneven = placement.copies or placement.holders  # not one part of the rows on each rank
+            if self.method == "distributed" and uneven:
                 raise Refused(
                     f"Muon: method='distributed' and a matrix {placement.global_shape} of which several ranks have the"
-                    " same rows (keys and values of heads that share them); use 'owned', 'gathered' or 'auto'"
+                    " same rows (keys and values of heads that share them), or some have none (experts that lie on"
+                    " several ranks); use 'owned', 'gathered' or 'auto'"
                 )
-            work = newton_schulz.whole_memory(placement.global_shape, self.dtype.itemsize)
-            is_large = self.method == "auto" and work > self.memory and not placement.copies
+            work = newton_schulz_bytes(placement.global_shape, self.dtype.itemsize)
+            is_large = self.method == "auto" and work > self.memory and not uneven
             (large if is_large else fitting).append((matrix, placement))
         if large:
             yield "distributed", large
@@ -408,8 +407,8 @@ class _MatrixUpdates:
         key = (steps, str(placements[0].communicators.grid), *placements)
         if key not in self._cheapest:
             grid, size = placements[0].communicators.grid, self.dtype.itemsize
-            copies = any(placement.copies for placement in placements)
-            methods = ("gathered", "owned") if copies else METHODS[1:]
+            uneven = any(placement.copies or placement.holders for placement in placements)
+            methods = ("gathered", "owned") if uneven else METHODS[1:]
             costs = {each: cost(placements, grid, each, ns_steps=steps, itemsize=size) for each in methods}
             self._cheapest[key] = min(methods, key=lambda method: self._time(costs[method]))
         return self._cheapest[key]

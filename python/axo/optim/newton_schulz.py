@@ -32,7 +32,7 @@ import torch
 
 from axo.comm.counting import Count
 from axo.grid import AXES, Coords, Grid
-from axo.perf.flops import newton_schulz_flops
+from axo.perf.flops import newton_schulz_bytes, newton_schulz_flops
 from axo.placement import Placement, Range, chunk_bounds
 
 FIRST = Coords(0, 0, 0, 0)  # the rank with the largest parts
@@ -80,12 +80,6 @@ class Cost(NamedTuple):
     memory: int
 
 
-def whole_memory(shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes of a whole matrix in work: its parts as they came, two of its size, two of its products."""
-    m, k = sorted(shape)
-    return itemsize * (3 * m * k + 2 * m * m)
-
-
 def gather_cost(placement: Placement, grid: Grid, steps: int, itemsize: int) -> Cost:
     """Count one matrix that every rank gathers whole (``axo.unshard``) and works on."""
     shape, size, sent, moved = placement.global_shape, math.prod(placement.max_local_shape(grid)), {}, 0.0
@@ -93,7 +87,7 @@ def gather_cost(placement: Placement, grid: Grid, steps: int, itemsize: int) -> 
         sent["all_gather", axis] = Count(1, size, size * itemsize)
         moved += (grid.size(axis) - 1) * size * itemsize
         size *= grid.size(axis)
-    return Cost(sent, moved, newton_schulz_flops(shape, steps), whole_memory(shape, itemsize))
+    return Cost(sent, moved, newton_schulz_flops(shape, steps), newton_schulz_bytes(shape, itemsize))
 
 
 def distributed_cost(placement: Placement, grid: Grid, steps: int, itemsize: int, coords: Coords = FIRST) -> Cost:

@@ -46,3 +46,9 @@ def newton_schulz_flops(shape: tuple[int, ...], steps: int) -> float:
     """Flops of ``steps`` steps of Newton-Schulz (``axo.optim.newton_schulz``) on a whole matrix."""
     m, k = sorted(shape)
     return steps * (4.0 * m * m * k + 2.0 * m**3)
+
+
+def newton_schulz_bytes(shape: tuple[int, ...], itemsize: int) -> int:
+    """Bytes of a whole matrix in work: as it came, two more of its size, two of its products."""
+    m, k = sorted(shape)
+    return itemsize * (3 * m * k + 2 * m * m)
