@@ -172,20 +172,21 @@ def main(arguments: list[str] | None = None) -> int:
     atexit.register(gc.unfreeze)  # else Triton's modules report all of theirs as leaked when the program ends
     options.json.parent.mkdir(parents=True, exist_ok=True)
     # Ctrl-C is for this process, which waits for the cases under way: a worker that it interrupts may never end.
-    pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)), None, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    cores = len(os.sched_getaffinity(0))
+    pool = ProcessPoolExecutor(cores, None, signal.signal, (signal.SIGINT, signal.SIG_IGN))
     with options.json.open("a") as file, pool:
         if not lines:
             file.write(json.dumps(environment(torch.device("cpu")) | {"bench": "memory"}) + "\n")
         told = time.time()
         while left and time.time() < deadline:
             before = len(wanted) - len(left)
-            now, left = left[:24], left[24:]
+            now, left = left[: 2 * cores], left[2 * cores :]
             dry = [options.dry > 0 and number % options.dry == 0 for number, _ in now]
             for number, line in enumerate(pool.map(measure, [case for _, case in now], dry), before + 1):
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 lines.append(line)
-                if number == before + len(now) or time.time() > told + 5:
+                if number == len(wanted) or time.time() > told + 5:
                     told = time.time()
                     print(f"{number} of {len(wanted)} cases are measured", flush=True)
     if left:

@@ -128,15 +128,15 @@ class PlayerApart:
         self._launcher = fork.Process(target=launch, args=(os.getpid(), ranks, case, options, index, theirs))
         self._launcher.start()
         theirs.close()  # so that ranks that have failed are an end of file here
-        self._tell = tell
+        self._case, self._tell = case, tell
         self.name = f"contestant {index} of case {case}"
-        self.name = self._answer(f"{case}: starting contestant {index + 1}, ranks: {ranks}")
+        tell(starting := f"{case}: starting contestant {index + 1}, ranks: {ranks}")
+        self.name = self._answer(starting)
 
     def _answer(self, doing: str) -> Any:
-        self._tell(doing)
         start = time.monotonic()
         try:
-            while not self._pipe.poll(1.0):
+            while not self._pipe.poll(10.0):
                 self._tell(f"{doing}: {time.monotonic() - start:.0f} s so far")
             return self._pipe.recv()
         except (EOFError, ConnectionError):
@@ -145,7 +145,7 @@ class PlayerApart:
     def _ask(self, *question: Any) -> Any:
         with contextlib.suppress(BrokenPipeError):  # its ranks have failed: there is no answer
             self._pipe.send(question)
-        return self._answer(f"{self.name}: {question[0]}")
+        return self._answer(f"{self._case}: {self.name}, {question[0]}")
 
     def turn(self, step: int) -> tuple[float, float, float]:
         return self._ask("turn", step)

@@ -375,7 +375,7 @@ def test_the_shell_completes_commands_and_options() -> None:
 
 
 def test_bench_lists_and_refuses(tmp_path: Path) -> None:
-    assert bench.benchmarks() == sorted(bench.benchmarks())
+    assert list(bench.benchmarks()) == sorted(bench.benchmarks())
     code, lines = run_axo("bench")
     assert code == 0 and lines[0] == "usage: axo bench NAME [ARGUMENTS]"
     code, lines = run_axo("bench", "nothing-like-it")

@@ -147,7 +147,7 @@ def is_what_ranks_do(cases: list[TrainConfig], ranks: tuple[int, ...], per_rank:
 
 @pytest.mark.slow
 def test_a_dry_run_is_what_eight_ranks_do() -> None:
-    is_what_ranks_do(CASES, (1, 6), run_ranks(real, 8, CASES, (1, 6)))  # each place on each axis, and of each stage
+    is_what_ranks_do(CASES, (1, 6), run_ranks(real, 8, CASES, (1, 6), timeout=300))  # each place, and stage
 
 
 def test_where_links_are_slow_memory_does_not_fill_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

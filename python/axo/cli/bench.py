@@ -21,39 +21,31 @@ def bench(
     name: Annotated[str, typer.Argument(help="Which; without it, they are listed.")] = "",
 ) -> None:
     """Run a benchmark with the arguments that follow its name, e.g. 'axo bench collectives --help'."""
-    known = benchmarks()
+    modules = benchmarks()
     if name in ("", "--help", "-h"):
         say("usage: axo bench NAME [ARGUMENTS]")
-        say("benchmarks: " + (", ".join(known) or "none installed"))
+        say("benchmarks: " + (", ".join(modules) or "none installed"))
         return
-    if name not in known:
-        raise ValueError(f"{name!r} is not one of {', '.join(known) or 'the installed benchmarks (none)'}")
+    if name not in modules:
+        raise ValueError(f"{name!r} is not one of {', '.join(modules) or 'the installed benchmarks (none)'}")
     if "torch" not in sys.modules:
         print(f"axo bench {name}: loading torch", file=sys.stderr, flush=True)
     sys.argv = [f"axo bench {name}", *context.args]
     # By its name, not as __main__: what a bench hands to processes of its own is found under it.
-    raise SystemExit(importlib.import_module(_main_of(name)).main())
+    raise SystemExit(importlib.import_module(modules[name]).main())
 
 
-def benchmarks() -> list[str]:
-    """Names of the benchmarks that are installed."""
+def benchmarks() -> dict[str, str]:
+    """The benchmarks that are installed, each with the module that runs it: a package's is its ``__main__``."""
     if importlib.util.find_spec("axo_bench") is None:
-        return []
-    package = importlib.import_module("axo_bench")
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if _is_script(module.name))
-
-
-def _main_of(name: str) -> str:
-    """The module that runs a bench: a package's is its ``__main__``."""
-    spec = importlib.util.find_spec(f"axo_bench.{name}")
-    return f"axo_bench.{name}" + (".__main__" if spec is not None and spec.submodule_search_locations else "")
-
-
-def _is_script(name: str) -> bool:
-    """Whether a module of the benches can be run; others are what they share."""
-    spec = importlib.util.find_spec(f"axo_bench.{name}")
-    if spec is None or spec.origin is None:
-        return False
-    path = Path(spec.origin)
-    path = path.with_name("__main__.py") if spec.submodule_search_locations else path
-    return path.exists() and "\ndef main(" in path.read_text()
+        return {}
+    (folder,) = importlib.import_module("axo_bench").__path__
+    modules = sorted(
+        (name, f"{name}.__main__" if package else name) for _, name, package in pkgutil.iter_modules([folder])
+    )
+    files = {module: Path(folder, *module.split(".")).with_suffix(".py") for _, module in modules}
+    return {
+        name: f"axo_bench.{module}"  # those without a main are what they share
+        for name, module in modules
+        if files[module].exists() and "\ndef main(" in files[module].read_text()
+    }

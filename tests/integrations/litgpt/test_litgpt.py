@@ -401,11 +401,11 @@ REFUSED = {
     "finetune_lora . --quantize bnb.nf5": "--quantize bnb.nf5 is not one of bnb.nf4",
     "generate . --top_p x": "--top_p x is not a number",
     "pretrain pythia-14m --data TinyLlamas": "--data TinyLlamas is no data module of LitGPT's; did you mean TinyLlama?",
+    "pretrain pythia-14m --data torn": "--data torn is a path; to train on it type --data LocalText --data.paths '[",
     "pretrain pythia-14m --out_dir run.yaml/x --logger_name csv": "--out_dir=run.yaml/x cannot be written: ",
     "pretrain pythia-14m --grid 2x1x1x1 --logger_name csv": "pretrain without --data reads TinyLlama's data, and"
     " data/slimpajama/train is not a folder; to train on text files of your own add --data LocalText --data.paths",
-    "pretrain pythia-14m --logger_name csv --data TinyLlama --data.data_path torn": "pretrain reads TinyLlama's data,"
-    " and torn/slimpajama/train is not",
+    "pretrain pythia-14m --logger_name csv --data TinyLlama --data.data_path torn": "and torn/slimpajama/train is not",
     "pretrain pythia-14m --data TextFiles --data.train_data_pat .": "train_data_pat is no option of TextFiles; did you"
     " mean train_data_path?",
     "pretrain pythia-14m --data LocalText --data.paths run.yaml": "--data.paths run.yaml is not a list, such as '[",
@@ -473,9 +473,8 @@ def test_wrong_input_is_one_line_before_there_are_ranks(tmp_path):
     torch.save({"model": {}, "step_count": 4}, tmp_path / "trained" / "lit_model.pth")
     (tmp_path / "sharded" / "lit_model.pth").mkdir(parents=True)
     (tmp_path / "sharded" / "lit_model.pth" / ".metadata").touch()
-    (tmp_path / "lines.jsonl").write_text(
-        json.dumps({**good, "output": "a\u2028b"}, ensure_ascii=False) + '\n{"x": 1}\n'
-    )
+    lines = json.dumps({**good, "output": "a\u2028b"}, ensure_ascii=False) + '\n{"x": 1}\n'
+    (tmp_path / "lines.jsonl").write_text(lines)
     for told, words in zip(run_ranks(refusals, 1, str(tmp_path), timeout=120)[0], REFUSED.values(), strict=True):
         assert words in told and "\n" not in told, told
 

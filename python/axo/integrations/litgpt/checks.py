@@ -150,6 +150,7 @@ def _refuse(wrong: dict[str, bool]) -> None:
 
 def _check_paths(values: Mapping[str, Any], ranks: int, reads_sharded: bool) -> None:
     """Refuse folders and files that do not exist, where litgpt would say so on every rank, or download."""
+    of_a_model = "name a folder that litgpt download, convert_to_litgpt or training has written"
     if "checkpoint_dir" in values:
         given = values["checkpoint_dir"]
         folder = folder_of(given)
@@ -157,8 +158,8 @@ def _check_paths(values: Mapping[str, Any], ranks: int, reads_sharded: bool) -> 
         downloads = "access_token" in values and ranks == 1  # on several ranks each of them would
         _refuse(
             {
-                f"checkpoint_dir {folder} is not a checkpoint directory; name a folder that litgpt download,"
-                " convert_to_litgpt or training has written": absent and (named or folder.exists()),
+                f"checkpoint_dir {folder} is not a checkpoint directory; {of_a_model}": absent
+                and (named or folder.exists()),
                 f"{folder} does not exist; get it first: litgpt download {given}": absent and not downloads,
             }
         )
@@ -172,8 +173,8 @@ def _check_paths(values: Mapping[str, Any], ranks: int, reads_sharded: bool) -> 
     how = "name a lit_model.pth, or say --resume auto"
     _refuse({f"--resume {resume} does not exist; {how}": named and not os.path.exists(resume)})
     if "checkpoint_dir" in values and folder.is_dir():
-        lacks = f"checkpoint_dir {folder} holds no lit_model.pth; name a folder that litgpt download has written"
-        _refuse({f"{lacks}, convert_to_litgpt or training": not (folder / "lit_model.pth").exists()})
+        lacks = f"checkpoint_dir {folder} holds no lit_model.pth; {of_a_model}"
+        _refuse({lacks: not (folder / "lit_model.pth").exists()})
     if not reads_sharded:
         refuse_sharded(values["checkpoint_dir"])
     if "lora_r" in values and folder.is_dir():

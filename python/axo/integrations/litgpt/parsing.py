@@ -217,7 +217,7 @@ def _said(command: str, function: Callable[..., Any], parser: Any, arguments: li
         from litgpt.config import Config
 
         return f"--model_config has no field {wrong[1]}; {meant(wrong[1], inspect.signature(Config).parameters)}"
-    if keys[0] == "data" and (told := _of_data(error)):
+    if keys[0] == "data" and (told := _of_data(error, _after("--data", arguments))):
         return told
     action = next((each for each in parser._actions if each.dest == keys[0]), None)
     own = "--" + keys[0].replace("_", "-")
@@ -254,8 +254,8 @@ def _nearest(command: str, parser: Any, name: str) -> str:
     return f"; did you mean --{near[0]}?" if near else f"; axo litgpt {command} --help lists all"
 
 
-def _of_data(error: str) -> str:
-    """What is wrong about ``--data`` and what its module is made with; "": something else."""
+def _of_data(error: str, typed: str) -> str:
+    """What is wrong about ``--data typed`` and what its module is made with; "": something else."""
     import litgpt.data
 
     from axo.integrations.litgpt.text_data import LocalText
@@ -263,6 +263,8 @@ def _of_data(error: str) -> str:
     modules: dict[str, Any] = {name: getattr(litgpt.data, name) for name in litgpt.data.__all__}
     modules = {name: kind for name, kind in modules.items() if hasattr(kind, "train_dataloader")}
     modules = {**modules, "LocalText": LocalText}
+    if typed not in modules and Path(typed).exists() and not typed.endswith(("yaml", "json")):  # its first line is read
+        return f"""--data {typed} is a path; to train on it type --data LocalText --data.paths '["{typed}"]'"""
     of_module = re.search(r"class_path '(?:[\w.]+\.)?(\w+)'", error)
     name = of_module[1] if of_module else ""
     if named := re.search(r"(?:Expected a dot import path string|Unexpected import path format): (\S+)", error):
