@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from torch import nn
 import axo
 from axo.checkpoint import CheckpointError, consolidate, latest, load, metadata, save
 from axo.checkpoint.folder import complete, name_of
+from axo.checkpoint.ranks import pending
 from axo.launch import RankFailed, launch_local
+from axo.train.copies import RankCopies
 from tests.launcher import rank_outcomes, run_ranks
 
 
@@ -168,6 +172,27 @@ def test_a_program_whose_last_save_fails_says_so(tmp_path: Path, disk: str) -> N
         assert (ended.returncode, found) == (1, []) and "was not written" in ended.stderr, ended
     else:
         assert (ended.returncode, found) == (0, [name_of(0)]), ended
+
+
+def copy_and_save(folder: Path) -> tuple[Path, bool, bool]:
+    """A copy in memory fails while a checkpoint is saved: what was saved, and what the copy says."""
+    comms, model, write = axo.connect("2x1x1x1"), nn.Linear(4, 4), metadata.write
+    config: Any = SimpleNamespace(hosts=None, copy_every=1, owner="train")
+    state: Any = SimpleNamespace(folder=folder / "memory")
+    copies = RankCopies(
+        config, state, comms, lambda place, _: save(place, model, comms=comms, async_=True), lambda: False
+    )
+    metadata.write = breaks  # type: ignore[assignment]
+    copies.begin()
+    pending.save.finish()
+    metadata.write = write
+    saved = save(folder, model, step=1, comms=comms).path
+    return saved, copies.wait(), copies.wait()
+
+
+def test_a_copy_that_fails_is_its_owners_and_not_the_next_saves(tmp_path: Path) -> None:
+    ranks = run_ranks(copy_and_save, 2, tmp_path)
+    assert ranks == [(tmp_path / name_of(1), False, False)] * 2 and complete(tmp_path)
 
 
 def fail_last(folder: str) -> None:

@@ -291,7 +291,7 @@ def deep(grid):
     model = axo.parallelize(Deep(), comms, plan="auto")
     x = axo.shard_batch(torch.ones(8, 8), comms)
     model(x).mean().backward()
-    loss = model(x).mean() + model.layer.weight.square().mean()
+    loss = model.layer.weight.square().mean() + model(x).mean()
     with pytest.raises(axo.Refused, match=r"the loss takes Mean of 'layer\.weight'"):
         loss.backward()
 

@@ -357,6 +357,20 @@ def refusals():
         with pytest.warns(UserWarning, match="stay serial") if comms.rank == 0 else contextlib.nullcontext():
             axo.parallelize(odd, comms, plan="auto")
         assert "x=2 does not divide the width 21" in axo.plan_report(odd)["1"].why
+        hooked = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Experts())
+        hooked[1].down_proj.register_hook(lambda grad: grad)
+        with pytest.raises(axo.Refused, match="Experts '1': its down_proj has gradient hooks"):
+            axo.parallelize(hooked, comms, plan="auto")
+        assert type(hooked[0]) is nn.Linear, "nothing has changed"
+        tied = nn.Sequential(Experts(), Experts())
+        tied[1].down_proj = tied[0].down_proj
+        with pytest.raises(axo.Refused, match="experts '0' share a weight with another module"):
+            axo.parallelize(tied, comms, plan="auto")
+        twice = serial_model()
+        twice.blocks[1].experts = twice.blocks[0].experts
+        axo.parallelize(twice, comms, plan="auto")
+        assert isinstance(twice.blocks[1].experts, StackedExperts)
+        assert twice.blocks[1].experts is twice.blocks[0].experts
         experts = axo.parallelize(nn.Sequential(Experts()), comms, plan="auto")[0]
         with pytest.raises(RuntimeError, match="and the weight torch"):
             experts(torch.randn(3, HIDDEN).bfloat16(), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))

@@ -28,10 +28,11 @@ class Save:
 
     Attributes:
         path: Where it will be.
+        apart: Its error is its owner's, who will wait for it, and not the next save's to raise.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.apart = path, False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -78,6 +79,14 @@ class LastSave:
     """The last save of this process. There is one at a time, so that host memory holds one copy at most."""
 
     save: Save
+
+    def wait(self) -> None:
+        """Block until it has ended.
+
+        Raises:
+            CheckpointError: It failed, and nobody will ask for it.
+        """
+        self.save.finish() if self.save.apart else self.save.wait()
 
 
 pending = LastSave(Save(Path()))

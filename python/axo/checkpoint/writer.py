@@ -40,7 +40,7 @@ from axo.launch import BEFORE_A_RANK_ENDS
 
 
 def _end_of_the_last() -> None:
-    pending.save.wait()
+    pending.wait()
 
 
 BEFORE_A_RANK_ENDS.append(_end_of_the_last)
@@ -93,7 +93,7 @@ def save(
         CheckpointError: Writing failed (a full disk, for example): this one, or an earlier that nobody waited for.
         axo.PeerLost, axo.Timeout: A rank has died, or does not come.
     """
-    pending.save.wait()
+    pending.wait()
     state.check_kinds(model, optimizer)
     comms = comms if comms is not None else state.communicators(model)
     group, of_first = checkpoint_group(comms), isinstance(extra, OfFirst)

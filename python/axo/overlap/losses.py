@@ -9,7 +9,7 @@ has a few. Ways to a split parameter there:
     through an autograd function: axo.unshard, a collective  whoever wrote it knows
 
 Not here: what takes no part in backward passes (axo.nn.torch_utils knows norms that are logged), losses that a compiler
-has traced, and those of a model that is never called as one, whose whole graph would be looked at: once, and no more.
+has traced, and those behind the first nodes of a long graph, such as that of a model that is never called as one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from axo.placement import is_split, placement_of
 # Functions whose value of a part is not the whole's, nor a share of it.
 _OF_WHOLE = set("LinalgVectorNorm Norm ForeachNorm Sqrt Rsqrt Pow Max Min Amax Amin Var Std".split())
 _PASSES = 16  # forward passes that are told apart; of older ones all nodes count as theirs
-_NODES = 2000  # that a loss may have
+_NODES = 2000  # that are looked at: a loss has fewer
 _sequence_nr = torch._C._autograd._get_sequence_nr  # the number of the next node of this thread
 
 
@@ -98,20 +98,18 @@ class _WatchedBackward:
                 torch.autograd._engine_run_backward = self._torchs_own
         elif not in_backward():
             roots = [each.grad_fn if isinstance(each, torch.Tensor) else each.node for each in outputs]
-            uses, count = _uses(roots, [numbers for losses in watched for numbers in losses.passes])
+            uses = _uses(roots, [numbers for losses in watched for numbers in losses.passes])
             for losses in watched:
                 losses.check(uses)
-            if count > _NODES:
-                self.watched.clear()
         return self._torchs_own(outputs, *args, **options)
 
 
-def _uses(roots: list[Any], passes: list[range]) -> tuple[list[tuple[torch.Tensor, str]], int]:
-    """Split leaves under nodes of no pass, with the function on the way whose value would be another of the whole, or
-    ""; and how many nodes there are."""
+def _uses(roots: list[Any], passes: list[range]) -> list[tuple[torch.Tensor, str]]:
+    """Split leaves under the first nodes of no pass, with the function on the way whose value would be another of the
+    whole, or ""."""
     ways, uses = [(root, "", "") for root in roots], []
     seen = set(ways)
-    while ways:
+    while ways and len(seen) < _NODES:
         node, function, nearest = ways.pop()
         if hasattr(node, "variable"):
             if is_split(placement_of(node.variable)):
@@ -129,7 +127,7 @@ def _uses(roots: list[Any], passes: list[range]) -> tuple[list[tuple[torch.Tenso
                 if way not in seen:
                     seen.add(way)
                     ways.append(way)
-    return uses, len(seen)
+    return uses
 
 
 def _name(node: Any) -> str:

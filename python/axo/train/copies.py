@@ -102,10 +102,11 @@ class RankCopies:
 
     def begin(self) -> None:
         """Begin a copy of what the ranks hold now."""
-        pending.save.wait()  # one to disk, whose error ends the run
+        pending.wait()  # one to disk, whose error ends the run
         self.wait()
         try:
             self._under_way = self._save(Path(self._state.folder), self._mirrors)
+            self._under_way.apart = True
         except (ValueError, CheckpointError) as error:
             self._fails(error)
 

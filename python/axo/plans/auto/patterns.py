@@ -70,7 +70,7 @@ def overrides(plan: dict[str, str], layers: Iterable[str], others: Iterable[str]
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             near = [name for name in others if fnmatchcase(name, pattern)][:3]
-            such = f"it matches {near}, which hold no weight to split"
+            such = f"it matches {near}, which hold no weight to split, or are experts in one tensor"
             why = such if near else "such names are " + ", ".join(names[:6])
             raise ValueError(f"parallelize: plan[{pattern!r}] matches no layer that can be split; {why}")
         asked.update(dict.fromkeys(matched, override))

@@ -20,6 +20,7 @@ each rank's own rows (``_of_own_rows``), such as batch normalisation. What canno
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from dataclasses import replace
 from typing import Any, cast
 
@@ -81,12 +82,18 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str], *, chunked
     for candidate in candidates:  # nothing has changed yet
         if candidate.decided.kind != "replicate":
             check_no_hooks(candidate.module, f"{type(candidate.module).__name__} {candidate.name!r}")
+    stacks = {name: module for name, module in model.named_modules() if is_stack(module)}
+    whole_stacks = {module: why for module in stacks.values() if (why := unfit(module, grid, arrangement.name))}
+    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    for name, module in stacks.items():
+        if module not in whole_stacks:
+            check_no_hooks(module, f"{type(module).__name__} {name!r}")
+            if any(owners[id(p)] > 1 for p in module.parameters()):
+                raise Refused(f"parallelize: experts {name!r} share a weight with another module; give each its own")
     split = {candidate.module for candidate in candidates if candidate.decided.kind != "replicate"}
     if chunked_loss and model.lm_head not in split:
         raise Refused("parallelize: chunked_loss=True: the head stays serial on every rank; leave it out")
     spread = holders(model, comms)
-    stacks = {name: module for name, module in model.named_modules() if is_stack(module)}
-    whole_stacks = {module: why for module in stacks.values() if (why := unfit(module, grid, arrangement.name))}
     _check_spread(model, spread, candidates)
     if comms.experts.size > 1 and whole_stacks:
         raise Refused(f"parallelize: experts={comms.experts.size}: {next(iter(whole_stacks.values()))}")
@@ -97,14 +104,15 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str], *, chunked
     for module, axis in inside.items():
         _replace_inside(model, names[module], axis, replacer)
     became = {module: model.get_submodule(names[module]) for module in (*[c.module for c in candidates], *inside)}
-    for module in list(model.modules()):  # a layer may be known under several names
-        module._modules.update({name: became[child] for name, child in module._modules.items() if child in became})
     for name, module in stacks.items():
         if module not in whole_stacks:
             (parent, _, child), reduce = name.rpartition("."), replacer.grad_reduce
             new = StackedExperts(module, comms=comms, grad_reduce=reduce, name=name)
             replacer.put(model.get_submodule(parent), child, new)
             report.layers.append(new.line(type(module).__name__))
+            became[module] = new
+    for module in list(model.modules()):  # a layer may be known under several names
+        module._modules.update({name: became[child] for name, child in module._modules.items() if child in became})
     for head, table in heads.items():
         model.get_submodule(head.name).weight = model.get_submodule(table.name).weight
     for module, attention in attentions.items():

@@ -38,7 +38,7 @@ def attend(
 ) -> torch.Tensor:
     """LitGPT's ``scaled_dot_product_attention``, for which a CPU has an operator where values are as wide as keys; for
     others torch writes all scores out."""
-    wide = pad(v, q.shape[-1], -1) if q.is_cpu else v
+    wide = pad(v, q.shape[-1], -1) if q.is_cpu and v.shape[-1] < q.shape[-1] else v
     output: torch.Tensor = stock(q, k, wide, mask)
     return output[..., : v.shape[-1]]
 
