@@ -324,6 +324,35 @@ def regridded():
                 assert torch.equal(tensor, serial.state_dict()[name]), f"{grid}: {name}"
 
 
+def regridded_whole(grid, width, to):
+    """A step before and one after a move between grids of which one cannot split the experts."""
+    globals()["WIDTH"] = width
+    serial, comms = serial_model(), axo.connect(grid)
+    model = axo.parallelize(serial_model(), comms, plan="auto")
+    kinds, optimizers = (
+        [type(model.blocks[0].experts)],
+        [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, serial)],
+    )
+    for step in range(2):
+        if step:
+            axo.regrid(model, optimizers[0], to)
+        for each, optimizer, rows_of in zip(
+            (model, serial), optimizers, (partial(my_rows, comms), lambda rows: rows), strict=True
+        ):
+            ids, targets = map(rows_of, batch(step))
+            optimizer.zero_grad()
+            F.cross_entropy(each(ids).flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+    for name, tensor in model.state_dict().items():
+        assert_close(tensor, serial.state_dict()[name], 1e-4, name)
+    return [*kinds, type(model.blocks[0].experts)].count(StackedExperts)
+
+
+@pytest.mark.parametrize(("grid", "to"), [("1x2x1x1", "2x1x1x1"), ("2x1x1x1", "1x2x1x1")])
+def test_stacks_become_whole_and_whole_ones_stacks(grid, to):
+    assert run_ranks(regridded_whole, 2, grid, 21, to) == [1, 1]
+
+
 def drawn(module):
     for parameter in module.parameters(recurse=False):
         nn.init.normal_(parameter, std=0.1)

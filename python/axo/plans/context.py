@@ -7,7 +7,8 @@
                    hands down to the attention that is registered here under the name of ``_NAME``
 
 Each pass begins with one small all-gather: how long the sequences are. A block that is run again in backward has its
-arguments, and so the batch that it was called with.
+arguments, and so the batch that it was called with; one of LitGPT's that a module around it runs again (torch's
+``checkpoint_wrapper``) has those of the last pass, which must be the same one.
 
 Soft caps of scores are computed by the model's own code over gathered keys and values.
 

@@ -173,7 +173,7 @@ def copies_of_a_run(config: TrainConfig, on_ranks: OnRanks) -> Iterator[StateCop
 
     def end(number: int, frame: Any) -> None:
         if keeps:
-            os.write(2, b"\naxo train: the newest copy is being kept\n")
+            os.write(2, b"\naxo: the newest copy is being kept\n")
             return
         signals.append(number)  # what is raised while a destructor runs is lost
         raise Interrupted(number)

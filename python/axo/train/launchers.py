@@ -140,7 +140,7 @@ class Launchers:
             if lines and not said["ran"] and not self._answered:
                 names = ", ".join(self.places[host][0] for host in sorted(lines))
                 print(
-                    f"axo train: {names}: there, but its ranks are at work; this host waits until they end, for example"
+                    f"axo: {names}: there, but its ranks are at work; this host waits until they end, for example"
                     " as the file ranks in the run's folder there says how many it is to have",
                     flush=True,
                 )
