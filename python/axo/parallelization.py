@@ -7,6 +7,7 @@ that a difference is an error on every rank and not a hang.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ def parallelize(
         ValueError: An option is not known, the grid does not fit the algorithm, the ranks' models differ, or the plan
             cannot do something; names which.
     """
+    _check_kinds(model, comms, plan=plan, overlap=overlap, offload=offload)
     arrangement = arrangement_of("parallelize", algorithm)
     for option, value, known in (
         ("plan", plan if isinstance(plan, str) else "auto", PLANS),
@@ -125,7 +127,6 @@ def parallelize(
     layers = getattr(getattr(model, "config", None), "n_layer", 1)
     if isinstance(layers, int) and layers < 1:
         raise ValueError(f"parallelize: n_layer={layers} is a model without blocks; use at least 1")
-    check_comms("parallelize", comms)
     if sequence_parallel:
         arrangement.only_axonn("parallelize: sequence_parallel=True")
     if fp8:
@@ -206,6 +207,27 @@ def parallelize(
     kept: Any = model
     kept._axo_serial = serial
     return model
+
+
+def _check_kinds(model: Any, comms: Any, **options: Any) -> None:
+    """Refuse arguments that are of another kind, or in another order.
+
+    Raises:
+        ValueError: One is; says what was expected.
+    """
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ValueError(f"parallelize: model is {what}; call parallelize(model, comms) with a module that was made")
+    check_comms("parallelize", comms)
+    kinds: dict[str, tuple[Any, str]] = {
+        "plan": (str | Mapping, "'auto', 'litgpt' or a dict of patterns"),
+        "overlap": (Overlap | None, "axo.Overlap(...)"),
+        "offload": (Offload | None, "axo.Offload(...)"),
+    }
+    for name, value in options.items():
+        kind, wanted = kinds[name]
+        if not isinstance(value, kind):
+            raise ValueError(f"parallelize: {name}={value!r} is a {type(value).__name__}; use {wanted}")
 
 
 def _is_litgpt(model: nn.Module) -> bool:

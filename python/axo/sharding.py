@@ -226,6 +226,7 @@ def shard_input(layer: ShardedLayer, tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: The last dim is not the layer's whole input size.
     """
+    _check_order("shard_input", layer, tensor)
     _refuse_context("shard_input", layer.comms)
     dim, has_features = layer.feature_dim, layer.in_features_whole is not None
     if has_features and (tensor.dim() < -dim or tensor.shape[dim] != layer.in_features_whole):
@@ -246,11 +247,18 @@ def unshard_output(layer: ShardedLayer, tensor: torch.Tensor) -> torch.Tensor:
 
     Ranks may hold different numbers of rows; the other dims must agree. Every rank must call it.
     """
+    _check_order("unshard_output", layer, tensor)
     _refuse_context("unshard_output", layer.comms)
     dim, whole = layer.feature_dim, layer.out_features_whole
     if layer.out_axis is not None and whole is not None and tensor.shape[dim] != whole:
         tensor = gather_features(tensor, layer.comms, layer.out_axis, whole, layer.out_blocks, layer.out_copies, dim)
     return gather_rows(tensor, layer.comms) if tensor.dim() > -dim else tensor
+
+
+def _check_order(owner: str, layer: object, tensor: object) -> None:
+    if not hasattr(layer, "comms") or not isinstance(tensor, torch.Tensor):
+        given = f"{type(layer).__name__}, {type(tensor).__name__}"
+        raise ValueError(f"{owner}: takes (layer, tensor), the layer one of axo.nn's; got ({given})")
 
 
 def gather_rows(tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import axo
+from axo.comm.recording import recording
 from axo.nn import layer
 
 COMMS = axo.connect("1x1x1x1")
@@ -26,6 +27,36 @@ COMMS = axo.connect("1x1x1x1")
             lambda: axo.parallelize(nn.Linear(2, 2), None, plan="auto"),
             ValueError,
             "parallelize: comms=None is not what axo.connect returns",
+        ),
+        (
+            lambda: axo.parallelize(COMMS, nn.Linear(2, 2)),
+            ValueError,
+            r"parallelize: model is a Communicators; call parallelize\(model, comms\) with a module that was made",
+        ),
+        (lambda: axo.parallelize(nn.Linear, COMMS), ValueError, "parallelize: model is the class Linear; call"),
+        (lambda: axo.parallelize((m for m in ()), COMMS), ValueError, "parallelize: model is a generator; call"),
+        (
+            lambda: axo.parallelize(nn.Linear(2, 2), COMMS, ["auto"]),
+            ValueError,
+            r"parallelize: plan=\['auto'\] is a list; use 'auto', 'litgpt' or a dict of patterns",
+        ),
+        (
+            lambda: axo.parallelize(nn.Linear(2, 2), COMMS, "auto", offload="all"),
+            ValueError,
+            r"parallelize: offload='all' is a str; use axo.Offload\(...\)",
+        ),
+        (
+            lambda: axo.shard_input(torch.ones(2, 8), axo.nn.Linear(8, 8, comms=COMMS)),
+            ValueError,
+            r"shard_input: takes \(layer, tensor\), the layer one of axo.nn's; got \(Tensor, Linear\)",
+        ),
+        *(
+            (lambda made=made: made([1.0] * 8), TypeError, "the input is a list; pass a tensor")
+            for made in (
+                axo.nn.Linear(8, 8, comms=COMMS),
+                axo.nn.Embedding(8, 8, comms=COMMS),
+                axo.nn.LayerNorm(8, comms=recording("1x2x1x1", 0)),
+            )
         ),
         (
             lambda: axo.nn.Linear(10**6, 10**6, comms=COMMS, name="mlp.fc"),

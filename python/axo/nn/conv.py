@@ -140,7 +140,7 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         """
         if self.scatter_input and self.in_axis is not None and input.dim() >= 3:
             input = cut_features(input, self.comms, self.in_axis, self.in_channels, dim=-3)
-        if input.dtype is not self.weight.dtype:
+        if getattr(input, "dtype", None) is not self.weight.dtype:
             self._check_dtype(input, self.weight)
         channels = self.weight.shape[1] * self.groups
         if input.dim() not in (3, 4) or input.shape[-3] != channels:

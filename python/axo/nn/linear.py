@@ -200,7 +200,7 @@ class Linear(ParallelLayer, nn.Linear):
             ValueError: The input's last dim is not this rank's part of in_features.
         """
         weight = self._matrix()
-        if input.dtype is not weight.dtype:
+        if getattr(input, "dtype", None) is not weight.dtype:
             self._check_dtype(input, weight)
         input_sum = None
         if self.shared_input is not None and input.requires_grad and torch.is_grad_enabled() and input.dim():

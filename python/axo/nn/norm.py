@@ -81,6 +81,8 @@ class _Norm(ParallelLayer):
         Raises:
             ValueError: The last dim is not this rank's part of the hidden dim.
         """
+        if not isinstance(input, torch.Tensor):
+            self._check_dtype(input, self.weight)
         if input.dim() == 0 or input.shape[-1] != self.local_features:
             raise ValueError(
                 f"{self.label()}: input of shape {tuple(input.shape)} must end in {self.local_features}, this"
