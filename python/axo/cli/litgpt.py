@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
 CONTEXT = {
@@ -14,6 +16,8 @@ CONTEXT = {
 
 def litgpt(context: typer.Context) -> None:
     """Run a LitGPT command: its arguments, --grid, in training --goldfish K,H; e.g. 'axo litgpt pretrain --help'."""
+    if sys.stderr.isatty():  # it takes seconds
+        print("axo litgpt: loading LitGPT", file=sys.stderr, flush=True)
     from axo.integrations.litgpt.command import run
 
     run(context.args)
