@@ -209,7 +209,7 @@ def parallelize(
     return model
 
 
-def _check_kinds(model: Any, comms: Any, **options: Any) -> None:
+def _check_kinds(model: object, comms: object, **options: object) -> None:
     """Refuse arguments that are of another kind, or in another order.
 
     Raises:

@@ -100,7 +100,7 @@ class ParallelLayer(nn.Module):
 
         Raises:
             ValueError: It is not of the shard's shape, or stands in for one that is split (``weight_orig``).
-            Refused: It is another layer's, tied after the split.
+            Refused: It is another layer's, tied after the split, and lies otherwise.
         """
         of, _, kind = name.rpartition("_")
         if param is not None and kind in ("orig", "g", "v"):  # pruning, the old weight_norm and spectral_norm
@@ -115,10 +115,12 @@ class ParallelLayer(nn.Module):
                     " axo.shard(whole, layer.placements[name]) cuts it"
                 )
         tied = placement_of(param) if before is not None and param is not before else None
-        if tied is not None and not torch_utils.is_own(param, ("torch.", __name__)):
+        differs = tied is not None and is_split(tied) and tied != self.placements.get(name)
+        if differs and not torch_utils.is_own(param, ("torch.", __name__)):
+            assert tied is not None
             raise Refused(
                 f"{self.label()}: {name} is tied to a parameter of {tied.global_shape} that is split"
-                " already; tie them before axo.parallelize (on_grid, fabric.setup, Trainer.fit)"
+                " otherwise; tie them before axo.parallelize (on_grid, fabric.setup, Trainer.fit)"
             )
         super().register_parameter(name, param)
         if before is not None and param is not None and not told:

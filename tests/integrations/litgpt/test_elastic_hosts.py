@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from tests.hosts import Hosts, available, python
-from tests.integrations.litgpt.test_long_runs import whole
 from tests.integrations.runs import NOT_TORCHRUN, STEPS, arguments, losses_of
 from tests.integrations.support import distance
 
-__all__ = ["whole"]  # a fixture
 pytestmark = pytest.mark.hosts
 WHY_NOT = available()
 if WHY_NOT:

@@ -18,18 +18,6 @@ from tests.integrations.support import distance, installed, tensorboard_values
 from tests.launcher import rank_outcomes, run_ranks
 
 
-@pytest.fixture(scope="session")
-def whole(folder):
-    """A run that nothing disturbs."""
-    outcome, state = finish(folder, "whole")
-    assert outcome.ok, outcome.describe() + outcome.output
-    assert "axo litgpt: grid 2x1x2x1: 4 ranks, which read each batch in 2 parts" in outcome.output
-    assert outcome.output.count("Initializing distributed") == 1  # each rank starts alike, and one says so
-    said = (folder / "whole" / "final" / "hyperparameters.yaml").read_text()
-    assert said.startswith("# axo litgpt --grid 2x1x2x1\n") and "devices: 2" in said
-    return losses_of(folder, "whole"), state
-
-
 @pytest.mark.parametrize("more", [["--sharded"], pytest.param(["--pipeline", "2"], marks=pytest.mark.soak)], ids=str)
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(folder, whole, more):
     """Oracle: the undisturbed run. Killed after 6 steps, the checkpoint is of 4; sharded ones, or of two stages."""
