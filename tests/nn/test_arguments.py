@@ -54,7 +54,6 @@ COMMS = axo.connect("1x1x1x1")
             (lambda made=made: made([1.0] * 8), TypeError, "the input is a list; pass a tensor")
             for made in (
                 axo.nn.Linear(8, 8, comms=COMMS),
-                axo.nn.Embedding(8, 8, comms=COMMS),
                 axo.nn.LayerNorm(8, comms=recording("1x2x1x1", 0)),
             )
         ),

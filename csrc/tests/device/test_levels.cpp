@@ -222,7 +222,7 @@ TEST(a_late_rank_ends_all_levels) {
     comm->set_timeout(Milliseconds(me.rank == 0 ? 300 : 20000));
     Values& x = data[me.rank];
     if (me.rank == 3) {
-      eventually([&] { return me.store->has("world/abort"); });
+      eventually([&] { return me.store->has("told/1") && me.store->has("told/2"); });  // else it may be told first
       comm->abort("ends with the others");
       return;
     }
@@ -231,6 +231,7 @@ TEST(a_late_rank_ends_all_levels) {
       CHECK_THROWS(axo::Timeout, "all_reduce(float32[8], sum)", work->synchronize(axo::kNoTimeout));
     } else {
       CHECK_THROWS(axo::Aborted, "rank 0", work->synchronize(Milliseconds(10000)));
+      me.store->set("told/" + std::to_string(me.rank), "");
     }
     CHECK_THROWS(axo::Aborted, "is aborted", comm->barrier(me.on_stream()));
     comm->shutdown();

@@ -114,8 +114,6 @@ class Embedding(ParallelLayer, nn.Embedding):
             IndexError: An id is negative or not below num_embeddings (on CPU; other devices assert later).
             RuntimeError: The ids are not int64 or int32, as torch's layer wants them.
         """
-        if not isinstance(input, torch.Tensor):
-            self._check_dtype(input, self.weight)
         self._check_range(input)
         if self.comms.grid.world_size == 1 and self.exchange.weight_phase is None:
             return F.embedding(input, self.weight, self.padding_idx)
