@@ -122,6 +122,17 @@ def losses_of(model, rows_of, clip, steps, autocast):
     yield torch.stack(losses), {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
+def mean_of_step(model, optimizer, comms, step):
+    """One step on this rank's rows; the mean of all ranks' losses."""
+    ids, targets = (my_rows(comms, part) for part in batch(step))
+    loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    axo.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return torch.tensor(mean_over_data_ranks(comms, loss))
+
+
 def serial_run(has_gate, autocast, steps):
     return list(losses_of(serial_model(has_gate), lambda rows: rows, torch.nn.utils.clip_grad_norm_, steps, autocast))
 
@@ -263,13 +274,7 @@ def moved(folder, cases):
                 if steps.start:
                     axo.checkpoint.load(path, model, optimizer)
                 for step in steps:
-                    ids, targets = (my_rows(comms, part) for part in batch(step))
-                    loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
-                    optimizer.zero_grad()
-                    loss.backward()
-                    axo.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()
-                    mean = torch.tensor(mean_over_data_ranks(comms, loss))
+                    mean = mean_of_step(model, optimizer, comms, step)
                     assert_close(mean, losses[step], 1e-4, f"{grid} over {experts}: step {step}")
                 if not steps.start:
                     axo.checkpoint.save(path, model, optimizer, step=2)
@@ -300,13 +305,7 @@ def regridded():
     for step, grid in enumerate((None, None, "1x2x1x2", "1x1x4x1")):
         if grid:
             axo.regrid(model, optimizer, grid)
-        ids, targets = (my_rows(comms, part) for part in batch(step))
-        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        axo.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        assert_close(torch.tensor(mean_over_data_ranks(comms, loss)), losses[step], 1e-4, f"step {step}")
+        assert_close(mean_of_step(model, optimizer, comms, step), losses[step], 1e-4, f"step {step}")
     for name, tensor in model.state_dict().items():
         assert_close(tensor, state[name], 1e-4, name)
     comms.close()

@@ -175,6 +175,16 @@ std::string text(const std::vector<T>& values) {
   return all;
 }
 
+// What rank `rank` brings in the tests of collectives: small integers, which every dtype holds exactly.
+using Values = std::vector<float>;
+
+inline float value(int rank, std::size_t i) { return static_cast<float>((rank + 1) * 10 + static_cast<int>(i % 7)); }
+inline Values values(int rank, std::size_t n) {
+  Values v(n);
+  for (std::size_t i = 0; i < n; ++i) v[i] = value(rank, i);
+  return v;
+}
+
 // This thread's calls without those that carry no order: device, capture and error questions.
 std::vector<std::string> sequence();
 

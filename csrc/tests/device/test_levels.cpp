@@ -6,14 +6,7 @@ namespace device {
 namespace {
 
 using axo::Kind;
-using Values = std::vector<float>;
 
-float value(int rank, std::size_t i) { return static_cast<float>((rank + 1) * 10 + static_cast<int>(i % 7)); }
-Values values(int rank, std::size_t n) {
-  Values v(n);
-  for (std::size_t i = 0; i < n; ++i) v[i] = value(rank, i);
-  return v;
-}
 Values total(int size, std::size_t first, std::size_t n) {
   Values v(n);
   for (int r = 0; r < size; ++r) {

@@ -114,17 +114,17 @@ def _refuse_of_part(home: Any, name: str) -> None:
     @functools.wraps(function)
     def checked(*args: Any, **options: Any) -> Any:
         tensor: Any = args[0]
-        if type(tensor) in _PLAIN and not is_compiling() and tensor.grad_fn is None:
+        dim = options.get("dim", args[at] if len(args) > at else None)
+        # Of other tensors (a gradient, p.data) the whole norm alone: what models take along a dim is not looked at.
+        plain = type(tensor) is torch.Tensor and dim is None and tensor.grad_fn is None
+        if (plain or type(tensor) is nn.Parameter) and not is_compiling():
             second = args[1] if len(args) > 1 else None
             # A graph may be a loss's, in which a sum over elements is right (axo.overlap.losses).
             of_loss = tensor.requires_grad and torch.is_grad_enabled()
+            sums = name == "sum" or (is_norm and options.get("p", second) == 1)
             reader = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            if (
-                reader not in _OWN
-                and not isinstance(second, torch.Tensor)
-                and not (of_loss and (name == "sum" or (is_norm and options.get("p", options.get("ord", second)) == 1)))
-            ):
-                dim = options.get("dim", args[at] if len(args) > at else None)
+            elementwise = isinstance(second, torch.Tensor)  # max(p, q)
+            if not (reader in _OWN or elementwise or (of_loss and sums)):
                 _check_whole(name, tensor, None if name == "histc" else dim)
         return function(*args, **options)
 
